@@ -37,21 +37,10 @@ ROOMS = (
 SHARED_ROOMS = ("output", "options", "inputs")
 COMMANDS = (
     *("build", "cache", "config", "convert", "corpus", "integrity", "run", "chat", "serve", "launch", "batch"),
-    *(
-        "summarize",
-        "compare",
-        "doctor",
-        "drafters",
-        "train",
-        "tune",
-        "check",
-        "regress",
-        "fingerprint",
-        "predict",
-        "schema",
-    ),
+    *("summarize", "compare", "doctor", "drafters", "train", "tune", "check", "regress", "fingerprint", "predict"),
+    "schema",
 )
-ROOT_ENTRIES = {*ROOMS[:-3], "llm.py", "measure", "training", "demo", "__init__.py", "py.typed"}
+ROOT_ENTRIES = {*ROOMS, "demo", "__init__.py", "py.typed"}
 
 
 class Named(NamedTuple):

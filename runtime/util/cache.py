@@ -42,7 +42,7 @@ _USUAL_SIZE = "50G"
 LEFT_OUT = {
     "demo": "models and articles: an engine's identity has the digests of its model's files",
     "drafters": "drafts are made while an engine runs; `drafters/heads`, which engines are built for, is not left out",
-    "llm.py": "opens engines",
+    "llm": "opens engines",
     "loop": "runs engines; the costs of steps lie beside an engine, and are measured again by another version",
     "measure": "measures engines",
     "proof": "checks what an engine has answered",

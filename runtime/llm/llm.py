@@ -5,35 +5,24 @@ opened when it is first asked for, and kept, so that a draft model is opened onc
 learned.
 """
 
-import asyncio
 import dataclasses
 import random
 import warnings
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import cached_property, partial
-from itertools import count
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from runtime.builder.engine_cache import EngineSettings, engine_of_model
-from runtime.builder.profile import profile_for, profile_for_model
+from runtime.builder.profile import profile_for
 from runtime.checkpoint.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.checkpoint.checkpoint_dir import check_has_no_head
 from runtime.checkpoint.config import (
-    USUAL_MAX_DRAFT_LEN,
-    Activations,
-    Compiler,
-    Count,
-    Dtype,
-    IntFormat,
-    KVCacheDtype,
-    QuantFormat,
-    Size,
     check_arguments,
     max_draft_len_for,
 )
@@ -46,18 +35,18 @@ from runtime.core.grammar import CompiledGrammar, Grammars
 from runtime.core.params import GREEDY, MODEL_DEFAULTS, Grammar, Mode, SamplingParams
 from runtime.core.request import Request, Sequence
 from runtime.core.thinking import Thinking
-from runtime.drafters.heads.head_config import DraftOutputSettings, has_mtp_head, hidden_states_for, read_head
+from runtime.drafters.heads.head_config import has_mtp_head, hidden_states_for, read_head
 from runtime.drafters.plugins import tell_problems
 from runtime.drafters.protocol import Drafter, DraftFunction
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import AnySpec
 from runtime.drafters.speculation import Speculation
-from runtime.drafters.speculative_config import speculation_of_config
 from runtime.engine.devices import check_device_ids
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
+from runtime.llm.options import EngineOptions, engine_options_for, own_names, take_draft_output, usual_speculation
+from runtime.llm.prompts import Prompt, prompts_of
 from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
-from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, ServingLoop
 from runtime.loop.session import OnTokens, Session
 from runtime.proof.fingerprint import fingerprint_of
 from runtime.proof.receipts import read_row, receipt_of
@@ -90,80 +79,8 @@ if TYPE_CHECKING:
     from runtime.proof.check import Checker
     from runtime.proof.records import Finding, Rule
 
-
-class TextPrompt(TypedDict):
-    """A text, as vLLM writes a prompt of this kind. Prompts with a `cache_salt` find K/V of the same salt alone."""
-
-    prompt: str
-    cache_salt: NotRequired[str]
-
-
-class TokensPrompt(TypedDict):
-    """Token ids, as vLLM writes a prompt of this kind."""
-
-    prompt_token_ids: Seq[int]
-    cache_salt: NotRequired[str]
-
-
-Prompt = str | Seq[int] | TextPrompt | TokensPrompt
-"""A text, or the ids of its tokens; either alone or in a dict, as vLLM has it."""
 AnyDrafter = AnySpec | Drafter | DraftFunction
 """Drafter in the Python API: settings such as `NgramDrafter()`, or an object or function of the user's own."""
-
-
-class EngineOptions(TypedDict, total=False):
-    """Build options of a model's engine (`runtime.builder.engine_cache.EngineSettings`)."""
-
-    dtype: Literal["auto"] | Dtype
-    max_batch_size: Size
-    max_seq_len: Size | None
-    max_draft_len: Count
-    self_draft: IntFormat | None
-    head: str | Path | None
-    draft_vocab: str | Path | None
-    draft_vocab_size: Size | None
-    draft_output_layer: IntFormat | None
-    draft_layers: IntFormat | None
-    quantization: QuantFormat | None
-    kv_cache_dtype: KVCacheDtype
-    activations: Activations | None
-    compiler: Compiler | None
-    tensor_parallel_size: Size
-    use_cache: bool
-    max_num_seqs: Size
-    """vLLM's name of `max_batch_size`."""
-    max_model_len: Size | None
-    """vLLM's name of `max_seq_len`."""
-
-
-class LLMOptions(EngineOptions, total=False):
-    """Arguments of an `LLM` that an `AsyncLLM` has too."""
-
-    tokenizer: str | Path | None
-    kv_cache: KVCacheConfig | None
-    max_num_tokens: int
-    device_ids: Seq[int] | None
-    seed: int | None
-    speculative_config: Mapping[str, Any] | None
-    profile: str | Path | None
-
-
-_OF_VLLM = {"max_num_seqs": "max_batch_size", "max_model_len": "max_seq_len"}
-_INSTEAD = {
-    "disable_log_stats": "nothing: an output has its own `stats`",
-    "enable_chunked_prefill": "`max_num_tokens`: prompts are always computed in parts",
-    "enable_prefix_caching": "`kv_cache=KVCacheConfig(block_reuse=True)`, which is the default",
-    "enforce_eager": '`compiler="none"`',
-    "gpu_memory_utilization": "`kv_cache=KVCacheConfig(free_gpu_memory_fraction=0.9)`",
-    "load_format": "nothing: the files of a model say what they are",
-    "max_num_batched_tokens": "`max_num_tokens`",
-    "num_gpu_blocks_override": "`kv_cache=KVCacheConfig(max_tokens=4096)`",
-    "pipeline_parallel_size": "`tensor_parallel_size`",
-    "skip_tokenizer_init": "an engine that was built without a tokenizer",
-    "swap_space": "nothing: a preempted request is computed again",
-    "trust_remote_code": "nothing: code that comes with a model is never run",
-}
-"""vLLM's arguments of an `LLM` that are none here, and what does it."""
 
 
 class LLM:
@@ -190,7 +107,7 @@ class LLM:
         profile: str | Path | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
-        engine = _own_names(engine)
+        engine = own_names(engine)
         tell_problems()
         check_arguments(EngineOptions, engine)
         check_arguments(LLM.__init__, {"mode": mode, "max_num_tokens": max_num_tokens, "seed": seed})
@@ -208,9 +125,9 @@ class LLM:
         self._engine_options = engine
         is_made = not isinstance(model, Bundle) and not is_engine_dir(Path(model).expanduser())
         self._model = str(model) if is_made else None
-        self._usual = _usual_speculation(speculative_config, profile, self._model)
+        self._usual = usual_speculation(speculative_config, profile, self._model)
         if self._usual is not None and is_made:
-            self._engine_options = engine = _engine_for(self._usual, engine)
+            self._engine_options = engine = engine_options_for(self._usual, engine)
         self._has_told_penalties = self._has_measured = False
         self._sessions: dict[Speculation, Session] = {}
         self._opening = RLock()
@@ -631,7 +548,7 @@ class LLM:
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None
     ) -> tuple[list[tuple[str | Seq[int], int]], list[Request]]:
         """Each prompt with its number of outputs, and the requests of all outputs."""
-        given = _as_list(prompts)
+        given = prompts_of(prompts)
         params = _one_for_each(sampling_params, len(given))
         requests: list[Request] = []
         for (prompt, salt), one in zip(given, params, strict=True):
@@ -708,7 +625,7 @@ class LLM:
         use_cache = options.pop("use_cache", True)
         if options.get("dtype") == "auto":
             options["dtype"] = None
-        head, drafts = options.pop("head", None), _draft_output(options)
+        head, drafts = options.pop("head", None), take_draft_output(options)
         options["tp_size"] = options.pop("tensor_parallel_size", 1)
         if num_masks is None:
             is_split = options["tp_size"] > 1  # of which no head drafts
@@ -723,201 +640,6 @@ class LLM:
         return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
 
 
-class AsyncLLM:
-    """An `LLM` for asyncio: requests come at any time and share steps, in the loop of `specdec serve`.
-
-    `async for result in llm.generate("def area(", params): print(result.text)` gets a result whenever its output has
-    grown. All requests have one drafter. Close it, or use it in an `async with` block.
-    """
-
-    def __init__(
-        self,
-        model: str | Path | Bundle,
-        *,
-        drafter: AnyDrafter | None = None,
-        draft_len_mode: DraftLenMode | None = None,
-        max_queue_len: int = 4096,
-        **options: Unpack[LLMOptions],
-    ) -> None:
-        check_arguments(AsyncLLM.__init__, {"max_queue_len": max_queue_len, "draft_len_mode": draft_len_mode})
-        self._readers: dict[str, _Reader] = {}
-        self._request_ids = count()
-        self._loop: ServingLoop | None = None
-        call_at_exit(self.close)  # before the `LLM` registers itself
-        self.llm = LLM(model, **options)
-        try:
-            session = self.llm.session(drafter, draft_len_mode)
-            self._loop = ServingLoop(session, LoopLimits(max_queue_len), _wake)
-            self._loop.start()
-        except BaseException:
-            self.llm.close()
-            raise
-
-    async def __aenter__(self) -> "AsyncLLM":
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give back the engine's memory. Requests that have not ended fail with an error."""
-        if self._loop is not None:
-            self._loop.stop(0)
-            self.llm.close()
-            for reader in list(self._readers.values()):
-                reader.wake()
-
-    shutdown = close
-
-    def get_tokenizer(self) -> Any:
-        """transformers' tokenizer of the model; None for an engine without one."""
-        return self.llm.get_tokenizer()
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestOutput]:
-        """Results for one prompt, each with everything generated so far; the last is `finished`.
-
-        Leaving the iteration early aborts the request, as `abort` with its id does. Requests with the lowest `priority`
-        are computed first. SpecDecError if the request cannot be served.
-        """
-        assert self._loop is not None
-        name = f"async-{next(self._request_ids)}" if request_id is None else request_id
-        if name in self._readers:
-            raise UsageError(
-                f"a request that has not ended has this id: {name!r}", hint="give each request an id of its own"
-            )
-        given, requests = self.llm._requests([prompt], sampling_params)
-        named = [dataclasses.replace(request, id=self._loop.next_request_id()) for request in requests]
-        asked = [ServeRequest(request, priority=priority) for request in named]
-        reader = self._readers[name] = _Reader(asyncio.get_running_loop())
-        try:
-            reader.handles = self._loop.submit(asked, reader)
-            texts = [self._text_of(handle) for handle in reader.handles]
-            while not reader.is_aborted:
-                await reader.event.wait()
-                reader.event.clear()
-                self.llm.engine.check_is_open()
-                outputs = [text.read() for text in texts]
-                if reader.is_aborted or not any(output.token_ids for output in outputs):
-                    continue
-                finished = all(output.finish_reason is not None for output in outputs)
-                text = given[0][0] if isinstance(given[0][0], str) else None
-                yield RequestOutput(name, text, list(requests[0].prompt_tokens), outputs, finished)
-                if finished:
-                    break
-        finally:
-            self._loop.cancel(reader.handles)
-            del self._readers[name]
-
-    async def abort(self, request_id: str) -> None:
-        """End a request: its iteration stops without a finished result. An unknown id is ignored, as in vLLM."""
-        if (reader := self._readers.get(request_id)) is not None:
-            reader.is_aborted = True
-            reader.event.set()
-
-    def _text_of(self, handle: RequestHandle) -> "_AnswerSoFar":
-        tokenizer = self.llm.tokenizer
-        stream = None if tokenizer is None else TextStream.of_request(tokenizer, handle.request)
-        return _AnswerSoFar(handle, stream, self.llm._receipt)
-
-
-@dataclasses.dataclass(eq=False)
-class _Reader:
-    """Asynchronous iterator over the results of one request of an `AsyncLLM`."""
-
-    loop: asyncio.AbstractEventLoop
-    event: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    handles: list[RequestHandle] = dataclasses.field(default_factory=list)
-    is_aborted: bool = False
-
-    def wake(self) -> None:
-        """Wake the iteration, from any thread."""
-        with suppress(RuntimeError):  # its event loop was closed in the middle of the iteration
-            self.loop.call_soon_threadsafe(self.event.set)
-
-
-def _wake(handles: list[RequestHandle]) -> None:
-    for reader in {handle.owner for handle in handles}:
-        assert isinstance(reader, _Reader)
-        reader.wake()
-
-
-@dataclasses.dataclass
-class _AnswerSoFar:
-    """An answer that the loop's thread is still writing, read as far as its `Progress` says."""
-
-    handle: RequestHandle
-    stream: TextStream | None
-    receipt_of: Callable[[Sequence], dict[str, Any] | None]
-    text: str = ""
-
-    def read(self) -> Output:
-        """The result so far; SpecDecError if the request failed."""
-        progress, sequence = self.handle.progress, self.handle.sequence
-        if progress.error is not None:
-            raise progress.error
-        request, tokens = self.handle.request, self.handle.output_tokens[: progress.num_tokens]
-        if self.stream is not None:
-            self.text += self.stream.next_piece(tokens, finished=progress.finish_reason is not None)
-        return Output(
-            request.return_index,
-            None if self.stream is None else self.text,
-            tokens,
-            progress.finish_reason,
-            sequence.stats.copy(),
-            None if request.num_logprobs is None else sequence.logprobs[: len(tokens)],
-            torch.stack(sequence.logits[: len(tokens)]) if request.keep_logits and tokens else None,
-            None if progress.finish_reason is None else self.receipt_of(sequence),
-        )
-
-
-def _usual_speculation(
-    config: Mapping[str, Any] | None, profile: str | Path | None, model: str | None
-) -> Speculation | None:
-    """Speculation of calls that name no drafter; None: none, or that of an engine's profile, which is read later."""
-    if config is not None and profile is not None:
-        raise UsageError(
-            f"speculative_config and profile both say how to draft: {profile}", hint="leave one of the two out"
-        )
-    if config is not None:
-        return speculation_of_config(config, model)
-    return None if profile is None or model is None else profile_for_model(Path(profile), model).speculation
-
-
-def _engine_for(speculation: Speculation, options: EngineOptions) -> EngineOptions:
-    """Build options with what these drafters need of a model's engine, where the options do not say otherwise."""
-    needed: EngineOptions = {"max_draft_len": max(speculation.max_draft_len or 0, USUAL_MAX_DRAFT_LEN)}
-    if speculation.needs_copy:
-        needed["self_draft"] = "int4"
-    if heads := speculation.read_heads():
-        needed["head"] = heads[0].directory
-    return needed | options
-
-
-def _own_names(options: Mapping[str, Any]) -> EngineOptions:
-    """Options under our names; TypeError for an unknown name, UsageError for an option given under both of its
-    names.
-    """
-    engine: dict[str, Any] = {}
-    for name, value in options.items():
-        if name not in EngineOptions.__annotations__:
-            instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{name}'{instead}")
-        own = _OF_VLLM.get(name, name)
-        if own in engine:
-            raise UsageError(
-                f"{own} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
-            )
-        engine[own] = value
-    return cast(EngineOptions, engine)
-
-
 def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:
     """Count finished outputs in a bar until the stack is closed."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # imported only where a bar is shown
@@ -928,12 +650,6 @@ def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:
         bar.update(sequence.finish_reason is not None)
 
     return count_finished
-
-
-def _draft_output(options: dict[str, Any]) -> DraftOutputSettings:
-    """Take out of the options those about the output layer and the other layers that draft."""
-    vocab, *others = (options.pop(f"draft_{name}", None) for name in ("vocab", "vocab_size", "output_layer", "layers"))
-    return DraftOutputSettings(None if vocab is None else str(vocab), *others)
 
 
 def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
@@ -961,39 +677,6 @@ def _check_tp_size(wanted: int | None, found: int) -> None:
             f"the engine has tp_size {found}, and not: tensor_parallel_size {wanted}",
             hint=f"convert and build the model with tp_size {wanted}",
         )
-
-
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[tuple[Any, str | None]]:
-    """The texts or ids of the prompts, each with its `cache_salt`: one prompt becomes a list of one, and a list of ids
-    is one prompt. UsageError for anything else.
-    """
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise UsageError(
-            f"prompts must be a text, a list of token ids, or a list of several prompts: {str(prompts)[:100]}",
-            hint="give a text, or a list",
-        )
-    if isinstance(prompts, str | Mapping):
-        return [_content_of(prompts)]
-    found: list[Any] = list(prompts)  # once: a generator's first is gone when it is looked at
-    is_one = bool(found) and all(isinstance(one, int) for one in found)
-    return [(found, None)] if is_one else [_content_of(one) for one in found]
-
-
-def _content_of(prompt: Any) -> tuple[Any, str | None]:
-    """The text or ids of a prompt given as a dict, and its `cache_salt`; any other prompt unchanged."""
-    if not isinstance(prompt, Mapping):
-        return prompt, None
-    contents = {name: value for name, value in prompt.items() if name != "cache_salt"}
-    if len(contents) != 1 or not contents.keys() <= {"prompt", "prompt_token_ids"}:
-        raise UsageError(
-            f"a prompt in a dict has `prompt` or `prompt_token_ids`, and nothing else but `cache_salt`: "
-            f"{str(dict(prompt))[:100]}",
-            hint='write `{"prompt": "def area("}`',
-        )
-    salt = prompt.get("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise UsageError(f"`cache_salt` is a text with at least one letter: {salt!r:.100}", hint="leave it out")
-    return next(iter(contents.values())), salt
 
 
 def _one_for_each(params: SamplingParams | Seq[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:

@@ -1,0 +1,126 @@
+"""Arguments of an `LLM`: build options of a model's engine, vLLM's names for them, and the usual drafter."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, Literal, TypedDict, cast
+
+from runtime.builder.profile import profile_for_model
+from runtime.checkpoint.config import (
+    USUAL_MAX_DRAFT_LEN,
+    Activations,
+    Compiler,
+    Count,
+    Dtype,
+    IntFormat,
+    KVCacheDtype,
+    QuantFormat,
+    Size,
+)
+from runtime.drafters.heads.head_config import DraftOutputSettings
+from runtime.drafters.speculation import Speculation
+from runtime.drafters.speculative_config import speculation_of_config
+from runtime.engine.engine import KVCacheConfig
+from runtime.util.errors import UsageError
+
+
+class EngineOptions(TypedDict, total=False):
+    """Build options of a model's engine (`runtime.builder.engine_cache.EngineSettings`)."""
+
+    dtype: Literal["auto"] | Dtype
+    max_batch_size: Size
+    max_seq_len: Size | None
+    max_draft_len: Count
+    self_draft: IntFormat | None
+    head: str | Path | None
+    draft_vocab: str | Path | None
+    draft_vocab_size: Size | None
+    draft_output_layer: IntFormat | None
+    draft_layers: IntFormat | None
+    quantization: QuantFormat | None
+    kv_cache_dtype: KVCacheDtype
+    activations: Activations | None
+    compiler: Compiler | None
+    tensor_parallel_size: Size
+    use_cache: bool
+    max_num_seqs: Size
+    """vLLM's name of `max_batch_size`."""
+    max_model_len: Size | None
+    """vLLM's name of `max_seq_len`."""
+
+
+class LLMOptions(EngineOptions, total=False):
+    """Arguments of an `LLM` that an `AsyncLLM` has too."""
+
+    tokenizer: str | Path | None
+    kv_cache: KVCacheConfig | None
+    max_num_tokens: int
+    device_ids: Seq[int] | None
+    seed: int | None
+    speculative_config: Mapping[str, Any] | None
+    profile: str | Path | None
+
+
+_OF_VLLM = {"max_num_seqs": "max_batch_size", "max_model_len": "max_seq_len"}
+_INSTEAD = {
+    "disable_log_stats": "nothing: an output has its own `stats`",
+    "enable_chunked_prefill": "`max_num_tokens`: prompts are always computed in parts",
+    "enable_prefix_caching": "`kv_cache=KVCacheConfig(block_reuse=True)`, which is the default",
+    "enforce_eager": '`compiler="none"`',
+    "gpu_memory_utilization": "`kv_cache=KVCacheConfig(free_gpu_memory_fraction=0.9)`",
+    "load_format": "nothing: the files of a model say what they are",
+    "max_num_batched_tokens": "`max_num_tokens`",
+    "num_gpu_blocks_override": "`kv_cache=KVCacheConfig(max_tokens=4096)`",
+    "pipeline_parallel_size": "`tensor_parallel_size`",
+    "skip_tokenizer_init": "an engine that was built without a tokenizer",
+    "swap_space": "nothing: a preempted request is computed again",
+    "trust_remote_code": "nothing: code that comes with a model is never run",
+}
+"""vLLM's arguments of an `LLM` that are none here, and what does it."""
+
+
+def usual_speculation(
+    config: Mapping[str, Any] | None, profile: str | Path | None, model: str | None
+) -> Speculation | None:
+    """Speculation of calls that name no drafter; None: none, or that of an engine's profile, which is read later."""
+    if config is not None and profile is not None:
+        raise UsageError(
+            f"speculative_config and profile both say how to draft: {profile}", hint="leave one of the two out"
+        )
+    if config is not None:
+        return speculation_of_config(config, model)
+    return None if profile is None or model is None else profile_for_model(Path(profile), model).speculation
+
+
+def engine_options_for(speculation: Speculation, options: EngineOptions) -> EngineOptions:
+    """Build options with what these drafters need of a model's engine, where the options do not say otherwise."""
+    needed: EngineOptions = {"max_draft_len": max(speculation.max_draft_len or 0, USUAL_MAX_DRAFT_LEN)}
+    if speculation.needs_copy:
+        needed["self_draft"] = "int4"
+    if heads := speculation.read_heads():
+        needed["head"] = heads[0].directory
+    return needed | options
+
+
+def own_names(options: Mapping[str, Any]) -> EngineOptions:
+    """Options under our names; TypeError for an unknown name, UsageError for an option given under both of its
+    names.
+    """
+    engine: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in EngineOptions.__annotations__:
+            instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{name}'{instead}")
+        own = _OF_VLLM.get(name, name)
+        if own in engine:
+            raise UsageError(
+                f"{own} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
+            )
+        engine[own] = value
+    return cast(EngineOptions, engine)
+
+
+def take_draft_output(options: dict[str, Any]) -> DraftOutputSettings:
+    """Take out of the options those about the output layer and the other layers that draft."""
+    vocab, *others = (options.pop(f"draft_{name}", None) for name in ("vocab", "vocab_size", "output_layer", "layers"))
+    return DraftOutputSettings(None if vocab is None else str(vocab), *others)
