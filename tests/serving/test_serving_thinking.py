@@ -97,6 +97,8 @@ def test_python_has_the_schema_behind_thinking_too(tooled: Served) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking"),
         ({"thinking_budget": 3, "reasoning": {"max_tokens": 4}}, "reasoning"),
         ({"thinking_token_budget": 3, "thinking_budget_tokens": 4}, "thinking_budget_tokens"),
+        ({"thinking_token_budget": 3, "reasoning_budget": -1}, "reasoning_budget"),
+        ({"thinking_budget_tokens": -1, "reasoning_budget": -1}, "reasoning_budget"),
     ],
 )
 def test_a_wrong_budget_is_one_sentence(tooled: Served, body: dict[str, Any], param: str) -> None:
@@ -130,3 +132,20 @@ def test_a_message_ends_thinking_by_its_budget(tooled: Served) -> None:
     assert tooled.post("/v1/messages", **body).status_code == 200
     both = tooled.post("/v1/messages", **body, thinking_budget=3)
     assert both.status_code == 400 and "only one budget" in both.json()["error"]["message"]
+
+
+def test_a_body_lifts_the_limit_that_the_server_has(make_served: MakeServed, tooled: Served) -> None:
+    """-1 by llama.cpp's names, in each protocol: the same output as from a server without a limit."""
+    limited = make_served(NgramDrafter(4, 2), tokenizer_dir=tooled.llm.tokenizer_dir, thinking_token_budget=3)
+    asked: dict[str, Any] = {"max_tokens": 30, "temperature": 0.9, "return_token_ids": True, "tools": None} | THINK
+    free = chat(tooled, **asked)
+    assert ends_after(limited, chat(limited, **asked)["token_ids"], 3) and not ends_after(tooled, free["token_ids"], 3)
+    for name in ("thinking_budget_tokens", "reasoning_budget_tokens", "reasoning_budget"):
+        assert chat(limited, **asked, **{name: -1}) == free
+    body = {"prompt": "Go <think>\n", "temperature": 0.9, "seed": 1, "max_tokens": 20, "reasoning_budget": -1}
+    assert limited.complete(**body)["choices"] == tooled.complete(**body)["choices"]
+    body = {"input": "Go", "seed": 3, "temperature": 0.9, "max_output_tokens": 30, "reasoning_budget": -1} | THINK
+    (thought,) = limited.post("/v1/responses", **body).json()["output"]
+    assert thought["content"][0]["text"] == free["message"]["reasoning_content"]
+    body = {"messages": ASKED, "max_tokens": 4, "reasoning_budget": -1}
+    assert limited.post("/v1/messages", **body).status_code == 200

@@ -61,7 +61,7 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
         chat |= {name: getattr(body, in_body) for name, in_body in named.items()} | {
             "stop": body.stop_sequences or None
         }
-        chat["thinking_token_budget"] = _budget(served, body)
+        chat |= _budget(served, body)
         chat |= {"stream": body.stream, "priority": body.priority, "cache_salt": body.cache_salt}
         chat["user"] = None if body.metadata is None else body.metadata.user_id
         speculative: Any = body.speculative
@@ -73,11 +73,11 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
     return asked
 
 
-def _budget(served: ServedModel, body: MessagesRequest) -> int | None:
-    """Budget for thinking. Claude Code sends `thinking` to any model: to one that does not think it says nothing."""
-    budget = body.budget
+def _budget(served: ServedModel, body: MessagesRequest) -> dict[str, int]:
+    """Budget for thinking, as a chat request has it. Claude Code sends `thinking` to any model: to one that does not think it says nothing."""
+    budget = body.budget_in_chat
     is_anthropics = all(name.startswith("thinking.") for name in body.budgets)
-    return None if is_anthropics and served.reasoning_format is None else budget
+    return {} if is_anthropics and served.reasoning_format is None else budget
 
 
 def _system(body: CountRequest) -> str:

@@ -84,7 +84,7 @@ def chat_of_responses(served: ServedModel, body: ResponsesRequest, said: list[di
     if not said:
         raise HTTPError(400, "`input` is empty", param="input", code="invalid_value")
     chat = {name: getattr(body, name) for name in body.model_fields_set & _PASSED_ON}
-    chat["thinking_token_budget"] = body.budget
+    chat |= body.budget_in_chat
     chat |= {"messages": _merged(said), "stream": body.stream, "max_completion_tokens": body.max_output_tokens}
     chat |= {"parallel_tool_calls": body.parallel_tool_calls, "chat_template_kwargs": body.chat_template_kwargs}
     chat |= _tools(body)

@@ -228,12 +228,13 @@ class Forms(Lenient):
 
 
 Budget = Annotated[int, Field(ge=0, le=2**31 - 1)]
-BudgetOrNone = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+NO_LIMIT = -1
+BudgetOrNone = Annotated[int, Field(ge=NO_LIMIT, le=2**31 - 1)]
 """llama.cpp's, where -1 is no limit."""
 
 
 class Budgets(Lenient):
-    """`thinking_token_budget` by other servers' names; a request has one of them."""
+    """`thinking_token_budget` by other servers' names; a request has one of them, -1 counted too."""
 
     thinking_budget: Budget | None = Field(None, description="`thinking_token_budget` by Qwen's name.")
     thinking_budget_tokens: BudgetOrNone | None = Field(None, description="The same by llama.cpp's; -1 is no limit.")
@@ -242,10 +243,9 @@ class Budgets(Lenient):
 
     @property
     def budgets(self) -> dict[str, int]:
-        """Budgets for thinking that are given, by their place in the body."""
+        """Budgets for thinking that are given, by their place in the body; -1 is no limit."""
         values = {name: getattr(self, name) for name in ("thinking_token_budget", *Budgets.model_fields)}
-        found = {name: value for name, value in values.items() if value is not None and value >= 0}
-        return found | self._nested_budgets
+        return {name: value for name, value in values.items() if value is not None} | self._nested_budgets
 
     @property
     def _nested_budgets(self) -> dict[str, int]:
@@ -253,13 +253,21 @@ class Budgets(Lenient):
 
     @property
     def budget(self) -> int | None:
-        """The budget for thinking; HTTPError if the request gives several."""
+        """The budget for thinking, -1 for no limit; HTTPError if the request gives several."""
         names = list(self.budgets)
         if len(names) > 1:
             shown = " and ".join(f"`{name}`" for name in names)
             what = f"an output can have only one budget for thinking, and the request gives several: {shown}"
             raise HTTPError(400, what, param=names[-1].partition(".")[0], code="invalid_value")
         return self.budgets[names[0]] if names else None
+
+    @property
+    def budget_in_chat(self) -> dict[str, int]:
+        """The same as a field of a chat request: only llama.cpp's names take -1."""
+        budget = self.budget
+        if budget is None:
+            return {}
+        return {"reasoning_budget" if budget == NO_LIMIT else "thinking_token_budget": budget}
 
 
 class Effort(Lenient):
@@ -377,11 +385,13 @@ class Generation(Forms, Budgets, Described):
 
     @property
     def given_params(self) -> dict[str, Any]:
-        """Fields of `SamplingParams` that are given, by its names."""
+        """Fields of `SamplingParams` that are given, by its names. A budget of None lifts the server's own limit."""
         names = {name: in_body for name, in_body in names_in(self.PROTOCOL).items() if name in FIELDS}
         values = {name: getattr(self, in_body) for name, in_body in names.items() if FIELDS[name][1].shapes != "form"}
-        values["thinking_token_budget"] = self.budget
-        return {name: value for name, value in values.items() if value is not None}
+        given = {name: value for name, value in values.items() if value is not None}
+        if (budget := self.budget) is not None:
+            given["thinking_token_budget"] = None if budget == NO_LIMIT else budget
+        return given
 
     @property
     def field_names(self) -> dict[str, str]:
