@@ -1,6 +1,7 @@
 """Budgets for thinking over HTTP: in every protocol by every name, streamed as whole, with drafts as without."""
 
 import json
+import shutil
 from typing import Any
 
 import jsonschema
@@ -149,3 +150,34 @@ def test_a_body_lifts_the_limit_that_the_server_has(make_served: MakeServed, too
     assert thought["content"][0]["text"] == free["message"]["reasoning_content"]
     body = {"messages": ASKED, "max_tokens": 4, "reasoning_budget": -1}
     assert limited.post("/v1/messages", **body).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def always(make_served: MakeServed, tooled: Served, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A server whose template opens thinking whatever the request says."""
+    directory = tmp_path_factory.mktemp("always") / "tokenizer"
+    shutil.copytree(str(tooled.llm.tokenizer_dir), directory)
+    template = directory / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{% if think %}<think>", "{% if true %}<think>"))
+    return make_served(NgramDrafter(4, 2), tokenizer_dir=directory)
+
+
+FORMS: list[dict[str, Any]] = [
+    {"guided_choice": ["yes"]}, {"guided_regex": "yes"}, {"grammar": 'root ::= "yes"'},
+    {"structured_outputs": {"choice": ["yes"]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_of_the_whole_output_is_the_answer(always: Served, form: dict[str, Any]) -> None:
+    """It leaves no room for thinking, though the prompt opened it; with an end tag of its own it writes thoughts."""
+    for budget in ({}, {"thinking_budget": 2}):
+        for choice in (chat(always, tools=None, **form, **budget), joined(always, tools=None, **form, **budget)):
+            assert (choice["message"]["content"], choice["message"].get("reasoning_content")) == ("yes", None)
+    response = always.post("/v1/responses", input="Go", **form).json()
+    assert [one["content"][0]["text"] for one in response["output"]] == ["yes"]
+    message = always.post("/v1/messages", messages=ASKED, max_tokens=20, **form).json()
+    assert message["content"] == [{"type": "text", "text": "yes"}]
+    for thinks in ("Hm\\.\\n<\\/think>\\n\\nyes", "(.|\\n)*yes"):
+        body = {"tools": None, "guided_regex": thinks, "thinking_budget": 20, "max_tokens": 40}
+        assert chat(always, **body)["message"]["reasoning_content"]

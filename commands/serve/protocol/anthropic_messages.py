@@ -74,7 +74,10 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
 
 
 def _budget(served: ServedModel, body: MessagesRequest) -> dict[str, int]:
-    """Budget for thinking, as a chat request has it. Claude Code sends `thinking` to any model: to one that does not think it says nothing."""
+    """Budget for thinking, as a chat request has it.
+
+    Claude Code sends `thinking` to any model: to one that does not think it says nothing.
+    """
     budget = body.budget_in_chat
     is_anthropics = all(name.startswith("thinking.") for name in body.budgets)
     return {} if is_anthropics and served.reasoning_format is None else budget

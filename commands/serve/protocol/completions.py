@@ -151,7 +151,7 @@ class CompletionReply:
 def chat_streams(served: ServedModel, body: ChatRequest, answers: Seq[RequestHandle]) -> list[PieceStream]:
     """The answers as text, reasoning and calls."""
     marks, ids = bool(body.return_token_kinds), bool(body.return_token_ids)
-    readers = [reader_of(served, body, answer.request.prompt_tokens) for answer in answers]
+    readers = [reader_of(served, body, answer.request) for answer in answers]
     return [
         PieceStream(answer, served.tokenizer, marks, *reader, gives_ids=ids)
         for answer, reader in zip(answers, readers, strict=True)

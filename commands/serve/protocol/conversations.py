@@ -24,12 +24,14 @@ from commands.serve.served import ServedModel
 from runtime.core.form_prover import FormsBusy
 from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import Grammar
+from runtime.core.request import Request
 from runtime.text.call_formats import JsonCall, Tool, ToolFormat
 from runtime.text.call_grammar import Calls, SpecialIds, call_grammar, schema_grammar
 from runtime.text.chat import Message, TemplateInputs
 from runtime.text.parser import OutputForm, OutputParser, Parser, SpecialTokens
 from runtime.text.prompt import with_tools_as_text
 from runtime.text.response_template import TemplateParser
+from runtime.text.text import encode_text
 from runtime.text.thinking import prompt_end
 from runtime.util.errors import SpecDecError
 
@@ -257,22 +259,41 @@ def output_form(served: ServedModel, body: ChatRequest) -> OutputForm:
     return OutputForm.of(served.tool_format, reasoning, served.special_tokens, tools_of(body))
 
 
-def reader_of(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> tuple[Parser | None, SpecialTokens | None]:
+def reader_of(served: ServedModel, body: ChatRequest, request: Request) -> tuple[Parser | None, SpecialTokens | None]:
     """Parser of an answer, and the special tokens that it reads; None for answers that are text alone.
 
-    By the tokenizer's own response template where there is one and no other format is asked for.
+    By the tokenizer's own response template where there is one and no other format is asked for. Thinking that the
+    prompt opened is not gone on with by a form that has no place for its end, such as a choice of "yes" and "no".
     """
+    goes_on = not _leaves_no_thinking(served, request.grammar)
     own = served.response_template
     if own is not None and body.separate_reasoning is not False:
         if not body.callable_tools:
             own = own | {"fields": {name: one for name, one in own["fields"].items() if name != "tool_calls"}}
         special = SpecialTokens(served.special_tokens, served.special_tokens)
         tools = [_tool_document(tool) for tool in body.callable_tools]
-        return TemplateParser(own, prompt_end(served.tokenizer, prompt), tools, special), special
+        prompt = prompt_end(served.tokenizer, request.prompt_tokens) if goes_on else ""
+        return TemplateParser(own, prompt, tools, special), special
     form = output_form(served, body)
     if form.says_only_text:
         return None, None
-    return OutputParser(form, in_reasoning=is_in_reasoning(served, form, prompt)), form.special
+    in_reasoning = goes_on and is_in_reasoning(served, form, request.prompt_tokens)
+    return OutputParser(form, in_reasoning=in_reasoning), form.special
+
+
+def _leaves_no_thinking(served: ServedModel, grammar: CompiledGrammar | None) -> bool:
+    """True for a form of the whole output in which thinking cannot end: it neither names an end tag nor lets an output
+    begin with one, as the regular expression `.*` does.
+    """
+    reasoning = served.reasoning_format
+    if grammar is None or grammar.form.kind not in ("regex", "grammar", "choice") or reasoning is None:
+        return False
+    text = grammar.form.text.replace("\\", "")
+    closes = [close.strip() for close in reasoning.closes]
+    begins = (encode_text(served.tokenizer, close) for close in closes)
+    return not any(close in text for close in closes) and not any(
+        grammar.start().validate_tokens(tokens) == len(tokens) for tokens in begins
+    )
 
 
 def is_in_reasoning(served: ServedModel, form: OutputForm, prompt: Seq[int]) -> bool:
