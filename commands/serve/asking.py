@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from commands.serve.http.errors import HTTPError, as_http_error
-from commands.serve.protocol.conversations import chat_tokens, form_grammar, tools_of
+from commands.serve.protocol.conversations import chat_tokens, form_grammar, lacks_switch, tools_of
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, Speculative, text_of
 from commands.serve.served import ServedModel
 from runtime.core.grammar import CompiledGrammar
@@ -136,6 +136,8 @@ def _with_any_seed(request: Request) -> Request:
 def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """The fields that are given, the model's own defaults for the others, and else OpenAI's."""
     values: dict[str, Any] = _with_form(served, body, served.defaults | body.given_params)
+    if isinstance(body, ChatRequest) and lacks_switch(served, body):
+        values["thinking_token_budget"] = 0
     own = {"max_tokens": max_tokens, "logprobs": logprobs}
     return SamplingParams(**values | own | {"penalize_prompt": False})
 

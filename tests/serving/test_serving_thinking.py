@@ -181,3 +181,28 @@ def test_a_form_of_the_whole_output_is_the_answer(always: Served, form: dict[str
     for thinks in ("Hm\\.\\n<\\/think>\\n\\nyes", "(.|\\n)*yes"):
         body = {"tools": None, "guided_regex": thinks, "thinking_budget": 20, "max_tokens": 40}
         assert chat(always, **body)["message"]["reasoning_content"]
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"reasoning": {"enabled": False}}, {"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+)  # fmt: skip
+def test_thinking_that_the_template_always_opens_is_ended_at_once(always: Served, off: dict[str, Any]) -> None:
+    asked = {"max_tokens": 20, "temperature": 0.9, "return_token_ids": True, "tools": None}
+    assert not ends_after(always, chat(always, **asked)["token_ids"], 0)
+    assert ends_after(always, chat(always, **asked, **off)["token_ids"], 0)
+    assert ends_after(always, chat(always, **asked, **off, thinking_budget=5)["token_ids"], 0)
+
+
+def test_messages_and_responses_can_turn_thinking_off(always: Served, served: Served) -> None:
+    asked: dict[str, Any] = {"messages": ASKED, "max_tokens": 12, "temperature": 0}
+    thinking = {"type": "disabled"}
+    message = always.post("/v1/messages", **asked, thinking=thinking).json()
+    assert [block["type"] for block in message["content"]] == ["text"]
+    body = {"input": "Go", "max_output_tokens": 12, "temperature": 0, "reasoning": {"effort": "none"}}
+    assert [item["type"] for item in always.post("/v1/responses", **body).json()["output"]] == ["message"]
+    for path in (CHAT, "/v1/messages"):  # a model that does not think
+        assert served.post(path, **asked, thinking=thinking).status_code == 200

@@ -47,7 +47,7 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
         else:
             chat["tool_choice"] = _CHOICES[choice.type]
         chat["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
-    if body.thinking is not None and "enable_thinking" in served.template_text:
+    if body.thinking is not None:
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     if isinstance(body, MessagesRequest):
         in_chat = names_in("chat")

@@ -115,6 +115,14 @@ def _inputs(template: str, body: Conversation) -> TemplateInputs:
     return TemplateInputs(tools, body.documents or (), variables, body.add_generation_prompt is not False, continues)
 
 
+def lacks_switch(served: ServedModel, body: ChatRequest) -> bool:
+    """True if the request turns thinking off, and the model's template has no variable for that: a budget of 0 does."""
+    template = served.llm.chat_template.tool_text if body.shown_tools else served.template_text
+    is_off = (body.chat_template_kwargs or {}).get("enable_thinking") is False and "enable_thinking" not in template
+    is_none = body.reasoning_effort == "none" and not has_effort(template) and "enable_thinking" not in template
+    return (is_off or is_none) and served.llm.reasoning_format is not None
+
+
 def has_effort(template: str) -> bool:
     """True if the chat template uses `reasoning_effort`."""
     return "reasoning_effort" in template
