@@ -155,10 +155,14 @@ def test_reasoning_is_told_beside_the_text(tooled: Served) -> None:
 
 @pytest.mark.parametrize("end", ["</think>\n\nI go.", "and so", "</think>"])
 def test_tokens_of_reasoning_are_the_generated_ones(tooled: Served, end: str) -> None:
-    """The model cuts the text into more tokens than the tokenizer would (`Hm` as `H`, `m`): all are counted."""
+    """The model cuts the text into more tokens than the tokenizer would (`Hm` as `H`, `m`): all are counted.
+
+    The second choice, which the seed does not take, has an end of thinking: without one the text would be the answer.
+    """
     text = f"\nHm, hm. Well then\n{end}"
     body = {
-        "messages": ASKED, "seed": 3, "guided_choice": [text], "temperature": 2, "chat_template_kwargs": {"think": True}
+        "messages": ASKED, "seed": 3, "guided_choice": [text, "</think>"], "temperature": 2,
+        "chat_template_kwargs": {"think": True},
     }  # fmt: skip
     whole = tooled.post(CHAT, **body, logprobs=True, separate_reasoning=False).json()["choices"][0]
     tokens = [one["token"] for one in whole["logprobs"]["content"]]
