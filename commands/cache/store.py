@@ -44,7 +44,7 @@ def _opened(directory: Path) -> Iterator[BlockStore]:
     if not (directory / FILE).is_file():
         raise SpecDecError(f"there are no keys and values in: {directory}", hint="name a `--kv-cache-dir` of a run")
     try:
-        store = BlockStore(directory)
+        store = BlockStore(directory, renews=False)
         try:
             yield store
         finally:

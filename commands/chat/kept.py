@@ -38,11 +38,13 @@ class KeptMessages:
         """The messages so far; none of a conversation that begins. SpecDecError for a file that is damaged."""
         if not self._path.exists():
             return []
-        messages = read_json(self._path).get("messages")
+        hint = "remove it, or begin another: `--continue NAME`"
+        try:
+            messages = read_json(self._path).get("messages")
+        except SpecDecError as error:
+            raise SpecDecError(error.message, hint=hint) from None
         if not isinstance(messages, list) or not all(isinstance(one, dict) and "role" in one for one in messages):
-            raise SpecDecError(
-                f"this is no conversation: {self._path}", hint="remove it, or begin another: `--continue NAME`"
-            )
+            raise SpecDecError(f"this is no conversation: {self._path}", hint=hint)
         return messages
 
     def write(self, messages: Seq[Mapping[str, Any]]) -> None:

@@ -276,7 +276,7 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     if near:
         hint = f"perhaps {' or '.join(f'`{name}`' for name in near)}; {hint}"
     if (found := _NO_COMMAND.match(text)) and found[1] in COMMANDS:
-        hint = COMMANDS[found[1]]
+        hint, text = COMMANDS[found[1]], text.partition(";")[0]
     if not text:  # a value that must be given
         text = f"missing: {_flag(error)}"
     return text[:1].lower() + text[1:], hint

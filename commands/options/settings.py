@@ -121,7 +121,7 @@ class Defaults(dict[str, Any]):
         if self._held is None:
             self._held = {}
             named = self.context.params.get("config")
-            files = [(home_file(), _AT_HOME)] if home_file().is_file() else []
+            files = [(home_file(), _AT_HOME)] if home_file().exists() else []
             for path, level in [*files, *([(Path(named), _NAMED)] if named is not None else [])]:
                 from commands.options.settings_file import read_settings  # not where there is no file
 

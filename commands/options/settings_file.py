@@ -46,9 +46,14 @@ def read_settings(path: Path, command: Any, commands: Mapping[str, Any]) -> dict
 
     UsageError, with the line, for what is no YAML, a key that no command has, or one that is there twice.
     """
+    if path.is_dir():
+        raise UsageError(f"a file of settings is a directory: {path}", hint="name the file in it")
     if not path.is_file():
         raise UsageError(f"there is no file of settings: {path}", hint="check the path given to `--config`")
-    text = read_utf8(path) if path.read_bytes().strip() else ""
+    try:
+        text = read_utf8(path) if path.read_bytes().strip() else ""
+    except SpecDecError as error:
+        raise UsageError(error.message, hint=error.hint) from None
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         return {} if root is None else _Reader(path, command, commands).read(root)
@@ -80,13 +85,15 @@ class _Reader:
     def read(self, root: yaml.Node) -> dict[str, Setting]:
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"these are no settings: {self.place(root)}", hint=_HINT)
-        return self._settings(root, self.command) | self.own
+        return self._settings(root, self.command, is_own=False) | self.own
 
     def place(self, node: yaml.Node) -> str:
         return f"{self.path}, line {node.start_mark.line + 1}"
 
-    def _settings(self, mapping: yaml.MappingNode, command: Any) -> dict[str, Setting]:
-        """Settings of a mapping at the beginning, in a group or in a command's section."""
+    def _settings(self, mapping: yaml.MappingNode, command: Any, *, is_own: bool) -> dict[str, Setting]:
+        """Settings of a mapping at the beginning, in a group or, if it `is_own`, in the command's own section, where
+        flags of other commands mean nothing.
+        """
         found: dict[str, Setting] = {}
         for key, value in self._pairs(mapping):
             name = str(key.value)
@@ -94,20 +101,31 @@ class _Reader:
             if is_section and _is_null(value):
                 continue
             if isinstance(value, yaml.MappingNode) and _slug(name) in _GROUPS:
-                found |= self._settings(value, command)
+                found |= self._settings(value, command, is_own=is_own)
             elif isinstance(value, yaml.MappingNode) and (other := self._command_named(name)) is not None:
-                settings = self._settings(value, other)
+                settings = self._settings(value, other, is_own=True)
                 if other is self.command:
                     self.own |= settings
             elif isinstance(value, yaml.MappingNode) and self._normalized(name, command) == _CONFIG:
                 found |= self._speculative_config(value, command)
+            elif self._command_named(name) is not None and name != "config" and not self._is_flag(name, command):
+                raise UsageError(
+                    f"`{name}` is a section, and has a value: {self.place(key)}", hint="put its settings under it"
+                )
             else:
-                found |= self._flag(key, value, command)
+                new = self._flag(key, value, command, is_own=is_own)
+                if again := found.keys() & new.keys():
+                    (first,) = (found[one].place for one in again)
+                    raise UsageError(f"`{name}` is there twice: {self.place(key)}", hint=f"also in {first}")
+                found |= new
         return found
 
     def _command_named(self, name: str) -> Any:
         """The command whose settings are in a section of this name; None for another name."""
         return self.commands.get(_slug(name)) or self.commands.get(_slug(name).replace("_", " "))
+
+    def _is_flag(self, name: str, command: Any) -> bool:
+        return self._normalized(name, command) in options_of(command)
 
     def _pairs(self, mapping: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         places: dict[str, str] = {}
@@ -124,7 +142,7 @@ class _Reader:
     def _normalized(self, name: str, command: Any) -> str:
         return normalize_name(name, command.name.replace("-", "_") if command.name else "")
 
-    def _flag(self, key: yaml.ScalarNode, node: yaml.Node, command: Any) -> dict[str, Setting]:
+    def _flag(self, key: yaml.ScalarNode, node: yaml.Node, command: Any, *, is_own: bool) -> dict[str, Setting]:
         """The setting of one flag; nothing for a flag of another command, for null, and for what has no effect."""
         options = options_of(command)
         name = self._normalized(key.value, command)
@@ -135,7 +153,7 @@ class _Reader:
             if value in ("", [""]) and name not in OF_TEXT:
                 raise UsageError(f"`{key.value}` has an empty value: {self.place(key)}", hint="leave the line out")
             return {options[name].name: Setting(value, self.place(key))}
-        if command is not self.command or not self._is_of_another(key.value, name):
+        if is_own or not self._is_of_another(key.value, name):
             self._check_foreign(key, name, node, command)
         return {}
 
@@ -161,7 +179,7 @@ class _Reader:
         if kept:
             others = (flag for one in self.commands.values() for flag in options_of(one))
             near = nearest(name, options) or nearest(name, others)
-            hint = f"perhaps `{near.replace('-', '_')}`" if near else "`specdec config show COMMAND` lists the names"
+            hint = f"perhaps `{near.replace('-', '_')}`" if near else "`specdec COMMAND --help-all` lists the names"
             raise UsageError(f"no flag has this name: {key.value} ({self.place(key)})", hint=hint)
 
     def _speculative_config(self, mapping: yaml.MappingNode, command: Any) -> dict[str, Setting]:

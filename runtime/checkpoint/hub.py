@@ -204,7 +204,7 @@ def _hub_errors(name: str, repo: str) -> Iterator[None]:
         if isinstance(error.__cause__, errors.HfHubHTTPError):
             raise _of_answer(name, repo, error.__cause__) from None
         raise SpecDecError(
-            f"no directory of this name, and the hub cannot be reached for: {name}",
+            f"no model of this name is here, and the hub cannot be reached for: {name}",
             hint=_what_is_here() or "give the path of a local model, or a shipped name (demo, demo-draft, demo-hybrid)",
         ) from None
     except (OSError, httpx2.HTTPError) as error:

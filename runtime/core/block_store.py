@@ -32,6 +32,7 @@ FILE = "kv.sqlite"
 STATE = "state"
 """Name of the part that holds states of layers without attention, as they are after the record's tokens."""
 _LOCK = "lock"
+_HEADER = b"SQLite format 3\0"
 _FORMAT, _APPLICATION = 1, 0x7370_6B76
 _PAGE_BYTES = 1 << 14
 _SPARE_PAGES = 16
@@ -120,10 +121,13 @@ class BlockStore:
     """A connection to a directory, for one thread at a time.
 
     `max_bytes` None: what the directory was given last, else `usual_bytes`. Opening raises SpecDecError for what a user
-    must change. Later a method raises Damaged or Unwritable, and finds nothing while another process writes.
+    must change, such as a file that is no database of specdec's, which stays as it is. Later a method raises Damaged or
+    Unwritable, and finds nothing while another process writes. `renews`: begin a damaged database anew; else Damaged.
     """
 
-    def __init__(self, directory: Path, max_bytes: int | None = None, *, usual_bytes: int = 20 * 10**9) -> None:
+    def __init__(
+        self, directory: Path, max_bytes: int | None = None, *, usual_bytes: int = 20 * 10**9, renews: bool = True
+    ) -> None:
         self.directory, self._given, self._usual = directory, max_bytes, usual_bytes
         self.path = directory / FILE
         self.other_limit: int | None = None
@@ -135,6 +139,9 @@ class BlockStore:
         try:
             self._open()
         except Damaged:
+            if not renews:
+                self._db.close()
+                raise
             self.renew()
             self.was_damaged = True
 
@@ -158,8 +165,18 @@ class BlockStore:
         except sqlite3.Error as error:
             raise self._cannot_open(str(error)) from None
         self._inode = os.stat(self.path).st_ino
+        try:
+            self._set_up()
+        except Damaged:
+            if not self._begins_as_database():
+                self._db.close()
+                raise self._not_ours() from None
+            raise
+
+    def _set_up(self) -> None:
         with self._errors(), self._cannot_open_errors():
             execute = self._db.execute
+            self._check_is_ours(or_empty=True)  # before anything is changed
             for pragma in (f"page_size={_PAGE_BYTES}", "auto_vacuum=INCREMENTAL", "cell_size_check=ON", "mmap_size=0"):
                 execute(f"PRAGMA {pragma}")
             for pragma in ("journal_mode=TRUNCATE", "synchronous=NORMAL", "cache_spill=OFF", "cache_size=-4000"):
@@ -170,6 +187,13 @@ class BlockStore:
             self._settle_limit()
             self._page_bytes = int(self._one("PRAGMA page_size"))
             execute(f"PRAGMA busy_timeout={int(_BUSY_S * 1000)}")
+
+    def _begins_as_database(self) -> bool:
+        """True for a file of SQLite, cut off or not. Closing the file drops this process's locks on it, so call this
+        only where SQLite could not read it.
+        """
+        with self.path.open("rb") as file:
+            return _HEADER.startswith(file.read(len(_HEADER)))
 
     def _check_locks(self) -> None:
         """SpecDecError on a file system where processes cannot lock what they share."""
@@ -206,11 +230,11 @@ class BlockStore:
                 self._db.execute(f"PRAGMA application_id={_APPLICATION}")
                 self._db.execute(f"PRAGMA user_version={_FORMAT}")
 
-    def _check_is_ours(self) -> None:
+    def _check_is_ours(self, *, or_empty: bool = False) -> None:
         if self._one("PRAGMA application_id") != _APPLICATION:
-            raise SpecDecError(
-                f"this is no database of specdec's keys and values: {self.path}", hint="name another directory"
-            )
+            if or_empty and self._one("SELECT count(*) FROM sqlite_master") == 0:
+                return
+            raise self._not_ours()
         if (version := self._one("PRAGMA user_version")) != _FORMAT:
             raise SpecDecError(
                 f"another version of specdec wrote these keys and values (format {version}, this one reads {_FORMAT}): "
@@ -232,6 +256,11 @@ class BlockStore:
         """The limit that holds now."""
         with self._errors():
             return int(self._one("SELECT value FROM settings WHERE name='max_bytes'"))
+
+    def _not_ours(self) -> SpecDecError:
+        return SpecDecError(
+            f"this is no database of specdec's keys and values: {self.path}", hint="name another directory"
+        )
 
     def _cannot_open(self, why: str) -> SpecDecError:
         return SpecDecError(
@@ -262,6 +291,8 @@ class BlockStore:
             if code == sqlite3.SQLITE_IOERR:
                 raise Unwritable(str(error)) from None
             raise Damaged(str(error)) from None  # not a database, malformed, a table that is missing
+        except (ValueError, TypeError, OverflowError):  # text or bytes where a number was written, no UTF-8
+            raise Damaged("a value in it is not of its kind") from None
 
     def is_replaced(self) -> bool:
         """True if the database that this connection has open is not the directory's any more."""
@@ -495,7 +526,7 @@ class BlockStore:
                 "coalesce(sum((SELECT sum(length(data)) FROM parts WHERE block=blocks.id)), 0), max(used) "
                 "FROM owners JOIN blocks ON blocks.owner=owners.id GROUP BY engine ORDER BY max(used) DESC"
             ).fetchall()
-        return [StoredEngine(digest, model, owners, size, used / 1e9) for digest, model, owners, size, used in rows]
+            return [StoredEngine(digest, model, owners, size, used / 1e9) for digest, model, owners, size, used in rows]
 
     def prune(self, max_bytes: int) -> int:
         """Remove the oldest records until at most `max_bytes` are in use, and shrink the file; returns bytes freed."""

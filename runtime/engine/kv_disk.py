@@ -182,7 +182,12 @@ class KVDisk:
         self._thread: threading.Thread | None = None
         self._check_size(directory, max_bytes, config)
         self._reader, self._writer = BlockStore(directory, max_bytes), BlockStore(directory)
-        self._tell_of_directory(directory)
+        try:
+            self._tell_of_directory(directory)
+        except Damaged as error:
+            self._fail(self._reader, error)  # the writer sees that its database was replaced
+        except (TimeoutError, Unwritable):
+            pass  # what is told of other engines is not worth waiting for
         blocks.on_evict = self._copy
 
     def _check_size(self, directory: Path, max_bytes: int | None, config: EngineConfig) -> None:

@@ -16,7 +16,7 @@ import runtime.util.cache
 from runtime.builder.engine_cache import EngineSettings, engine_of_checkpoint, engine_of_model
 from runtime.checkpoint.bundle import read_bundle
 from runtime.util.cache import used_entry
-from runtime.util.errors import SpecDecWarning
+from runtime.util.errors import SpecDecError, SpecDecWarning
 
 SIZES = {"oldest-1": 3000, "older-2": 2000, "newest-3": 1000}
 
@@ -156,6 +156,9 @@ def test_engines_of_one_model_share_their_weights_and_the_oldest_go(
     refused = specdec("list")
     assert refused.exit_code == 1
     said(refused, "SPECDEC_CACHE_SIZE", "much")
+    with pytest.raises(SpecDecError, match="much"), engine_of_model(str(llama_dir), settings):
+        pass  # and no engine is built first
+    assert [path.name for path in (tmp_path / "cache" / "engines").iterdir() if path.is_dir()] == []
 
 
 @pytest.mark.parametrize("size", ["much", "-1"])

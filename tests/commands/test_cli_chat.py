@@ -101,11 +101,19 @@ def test_a_conversation_is_continued_with_its_keys_and_values(
     assert listed["num_bytes"] > 0 and listed["max_bytes"] == 10**8 and len(listed["engines"]) == 1
     assert specdec("cache", "prune", "--kv-cache-dir", tmp_path / "kv", "--max-size", 0).exit_code == 0
     assert specdec("cache", "list", "--kv-cache-dir", tmp_path / "kv", "--json").document["kv"]["engines"] == []
-    path.write_text('{"messages": "none"}')
-    for flags in (["--continue", "../up"], [*kept], ["--kv-cache-disk-size", "2G"], ["--kv-cache-disk-size", "much"]):
+    for text in ('{"messages": "none"}', '{"messages": ["one"]}', '{"messages": [', "[]", "\0"):
+        path.write_text(text)
+        result = specdec("chat", engine_dir, *kept)
+        assert result.exit_code == 1 and "begin another: `--continue NAME`" in result.stderr
+    said(result)
+    for flags in (["--continue", "../up"], ["--kv-cache-disk-size", "2G"], ["--kv-cache-disk-size", "much"]):
         result = specdec("chat", engine_dir, *flags)
         assert result.exit_code in (1, 2)
         said(result)
+    (tmp_path / "kv" / "kv.sqlite").write_text("hello")
+    for command in (["list"], ["prune", "--max-size", 0], ["prune", "--max-size", 0, "--dry-run"]):
+        assert specdec("cache", *command, "--kv-cache-dir", tmp_path / "kv").exit_code == 1
+    assert (tmp_path / "kv" / "kv.sqlite").read_text() == "hello"
     type_lines("The dog")
     assert specdec("chat", engine_dir, *FLAGS, "--continue").exit_code == 0  # in the cache, by the name `last`
 

@@ -126,7 +126,7 @@ def test_batches_and_python_write_receipts_too(specdec: Specdec, self_draft_engi
     assert document["total"]["verdicts"] == {"exact": 6 + 6 + 16, "likely": 4}
 
 
-@pytest.mark.parametrize("kind", ["states", "split"])
+@pytest.mark.parametrize("kind", [pytest.param("states", marks=pytest.mark.slow), "split"])
 def test_states_and_splits_give_exact_receipts(
     kind: str, make_engine_dir: MakeEngineDir, split_engine_dir: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_document_records_the_sampling_parameters(run: Run) -> None:
         "logit_bias": [],
         "min_tokens": 0,
         "allowed_token_ids": None,
+        "thinking_token_budget": None,
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ print("ends", json.dumps(ends))
 ASCII = [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii"}]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variables", ASCII, ids=["locale", "stdout"])
 def test_output_in_ascii_never_ends_in_a_traceback(
     variables: dict[str, str], llama_uncompiled_dir: Path, llama_dir: Path, tmp_path: Path

@@ -96,7 +96,9 @@ def record(home: Path) -> dict[str, Any]:
 
 def config_path(home: Path, name: str) -> Path | None:
     file = TOOLS[name].file
-    return None if file is None else home / file.path().relative_to(Path.home())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("XDG_CONFIG_HOME", raising=False)  # as in `environment`
+        return None if file is None else home / file.path().relative_to(Path.home())
 
 
 @pytest.mark.parametrize("name", TOOLS)

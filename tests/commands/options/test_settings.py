@@ -141,6 +141,9 @@ def test_what_is_wrong_with_a_variable_is_said(
         ("- max_output_len", ("line 1",)),
         ("top_k: 1\ntop_k: 2", ("`top_k`", "line 2", "line 1")),
         ("stop_words: &a [*a]", ("prod.yaml",)),
+        ("max_new_tokens: 2\nmax_tokens: 3", ("`max_tokens`", "line 2", "line 1")),
+        ("run:\n  port: 8001", ("port", "line 2")),
+        ("run: 3", ("`run`", "section", "line 1")),
         (None, ("prod.yaml",)),
     ],
 )

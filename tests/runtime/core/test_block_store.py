@@ -1,5 +1,6 @@
 """The database of blocks, against a list of all texts that were written."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -119,6 +120,9 @@ def test_a_damaged_file_gives_out_what_was_written_or_nothing(tmp_path: Path) ->
             damaged = BlockStore(directory)
         except SpecDecError:
             continue
+        with contextlib.suppress(Damaged, Unwritable):
+            assert all(one.num_bytes >= 0 and one.used_s > 0 for one in damaged.engines())
+            assert damaged.num_bytes >= 0 and damaged.max_bytes > 0
         for tokens in kept:
             try:
                 found = damaged.find(damaged.owner("engine", None), tokens, SIZE)
@@ -151,7 +155,13 @@ def another_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_database(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sqlite3.connect(directory / FILE) as database:
+        database.execute("PRAGMA journal_mode=WAL")
         database.execute("CREATE TABLE bookmarks(url)")
+    database.close()
+
+
+def another_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / FILE).write_bytes(b"hello")
 
 
 def writable_by_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +174,8 @@ def a_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [no_locks, another_user, another_version, another_database, writable_by_others, a_file]
+    "make",
+    [no_locks, another_user, another_version, another_database, another_file, writable_by_others, a_file],
 )
 def test_a_directory_that_cannot_be_used_is_one_sentence(
     make: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
@@ -174,6 +185,24 @@ def test_a_directory_that_cannot_be_used_is_one_sentence(
     directory = tmp_path / "kv"
     directory.mkdir()
     make(directory, monkeypatch)
+    path = directory / FILE
+    before = path.read_bytes() if path.is_file() else None
     with pytest.raises(SpecDecError) as raised:
         BlockStore(directory)
     said(raised, directory)
+    assert before is None or path.read_bytes() == before
+
+
+def test_what_only_reads_leaves_a_damaged_file(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path)
+    write(store, None, [1, 2, 3])
+    store.close()
+    data = bytearray((tmp_path / FILE).read_bytes())
+    data[data.index(b"CREATE") + 2] = 0x9C  # no UTF-8: SQLite's own message cannot be read either
+    (tmp_path / FILE).write_bytes(data)
+    with pytest.raises(Damaged, match="not of its kind"):
+        BlockStore(tmp_path, renews=False)
+    assert (tmp_path / FILE).read_bytes() == data
+    store = BlockStore(tmp_path)
+    assert store.was_damaged and not store.engines()
+    store.close()

@@ -16,6 +16,7 @@ from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.protocol import CompositeDrafter, Drafter
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.loop.session import Session, _TimedDrafter
+from runtime.measure.diagnosis import explain
 from runtime.measure.diagnosis.observe import _Watched
 from runtime.util.errors import SpecDecError
 
@@ -93,6 +94,8 @@ COMPOSITES: dict[type[CompositeDrafter], Callable[[Drafter], CompositeDrafter]] 
     AdaptiveDrafter: lambda member: AdaptiveDrafter(member, lambda *place: 1.0),
     _TimedDrafter: lambda member: _TimedDrafter(member, LoopTimes(), Session(cast(Any, None), "leader")),
     _Watched: lambda member: _Watched([member]),
+    explain._Watched: lambda member: explain._Watched(member, "member", explain._Seen()),
+    explain._Outermost: lambda member: explain._Outermost(member, explain._Seen()),
 }
 
 

@@ -316,6 +316,7 @@ IN_A_MODE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.one_in(2)
 @IN_A_MODE
 def test_receipts_are_exact(made: Made, mode: Mode) -> None:
     """The answers have `n`, penalties and end ids, in batches, in a small cache where prompts are found again."""
@@ -355,6 +356,7 @@ def test_what_is_left_or_fails_leaves_nothing(made: Made, mode: Mode) -> None:
             session.run(requests)
 
 
+@pytest.mark.one_in(2)
 @on(MODELS)
 def test_drafts_that_are_never_sent_change_nothing(made: Made) -> None:
     """Every third step has its draft, another has somebody else's, and one none: it catches up with those."""

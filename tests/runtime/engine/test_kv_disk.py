@@ -257,6 +257,9 @@ def damage(path: Path, kind: str) -> None:
         data.clear()
     elif kind == "another file":
         data = bytearray(b"no database at all" * 1000)
+    elif kind == "an index":
+        del data[3 << 14 :]  # behind the page of the settings, so that it opens
+        data += b"\xa5" * (path.stat().st_size - len(data))
     else:
         with sqlite3.connect(path) as database:
             database.execute("UPDATE parts SET data=zeroblob(length(data)) WHERE block=(SELECT max(id)-6 FROM blocks)")
@@ -265,11 +268,15 @@ def damage(path: Path, kind: str) -> None:
     path.write_bytes(data)
 
 
-DAMAGES = ("a truncated file", "an empty file", "another file", "a record")
+DAMAGES = ("a truncated file", "an empty file", "another file", "an index", "a record")
 
 
-@pytest.mark.parametrize("while_open", [False, True], ids=["closed", "open"])
-@pytest.mark.parametrize("kind", DAMAGES)
+WHEN = [(kind, is_open) for kind in DAMAGES for is_open in (False, True) if is_open or kind != "another file"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "while_open"), WHEN, ids=[f"{kind}-{'open' if is_open else 'closed'}" for kind, is_open in WHEN]
+)
 def test_what_is_damaged_is_told_once_and_computed_again(
     kind: str, while_open: bool, llama_uncompiled_dir: Path, tmp_path: Path, said: Said
 ) -> None:
