@@ -90,7 +90,7 @@ def test_a_changed_receipt_is_named_with_its_token(specdec: Specdec, llama_engin
 def test_changed_and_damaged_lines_are_told_as_sentences(
     specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `check` in the rows of its table, and by `regress`, which compares none of them."""
+    """Rows of `check`'s table, and warnings of `regress`, which compares none of these lines."""
     wide = partial(Console, width=1000, highlight=False, markup=False)
     monkeypatch.setattr("commands.output.output._console", lambda *, stderr, width: wide(stderr=stderr))
     path, where = tmp_path / "receipts.jsonl", ["--engine-dir", llama_engine_dir]
@@ -284,6 +284,8 @@ def test_predict_reads_another_machines_costs(
 def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
     where = ["--engine-dir", llama_engine_dir]
     for arguments in (
         ["check", "nowhere.jsonl", *where],
@@ -296,6 +298,7 @@ def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said
         ["fingerprint", *where, "--expect", empty],
         ["predict", "--traces", empty, "--costs", llama_engine_dir / "tokenizer.json"],
         ["run", *where, "--receipt-ids", "digests", "a"],
+        ["fingerprint", *where, "--expect", deep],
     ):
         result = specdec(*arguments)
         assert result.exit_code in (1, 2)
