@@ -181,9 +181,17 @@ def _row(finding: Finding) -> list[str]:
 
     probability = "-" if finding.probability is None else f"{finding.probability:.3g}"
     answer = finding.where if finding.name is None else f"{finding.where} ({in_words(finding.name)})"
-    reason = (finding.reason or "").replace(finding.where, "it")
+    reason = _without_place(finding.reason or "", finding.where)
     tokens = [shown(finding.place), shown(finding.token), shown(finding.engine_token)]
     return [answer, *tokens, probability, shown(finding.rank), number(finding.gap), reason]
+
+
+def _without_place(reason: str, where: str) -> str:
+    """`reason` as it stands in the row of `where`: "line 1 of a.jsonl is not JSON" as "it is not JSON"."""
+    for long, short in ((f"`{where}: ", "`"), (f"`{where}` ", "it "), (f" on {where}", ""), (f"{where} ", "it ")):
+        if long in reason:
+            return reason.replace(long, short, 1)
+    return reason
 
 
 _DEFINITIONS = {

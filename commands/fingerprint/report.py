@@ -28,11 +28,8 @@ def print_fingerprint(options: FingerprintOptions, choice: EngineChoice, output:
     """Open the engine, print its fingerprint, and compare; exit 1 if the bits are not what was expected."""
     from commands.options.sessions import engines_made, open_engine
     from runtime.proof.fingerprint import read_fingerprint
-    from runtime.util.reading import read_utf8
 
-    expected = None
-    if options.expect is not None:
-        expected = read_fingerprint(read_utf8(options.expect), str(options.expect))
+    expected = None if options.expect is None else read_fingerprint(options.expect)
     with engines_made(choice, output) as made, open_engine(made) as llm:
         found = llm.fingerprint
     relation = None if expected is None else relation_of(expected, found)

@@ -44,6 +44,8 @@ class Regressed:
     answers: list[RegressAnswer] = field(default_factory=list)
     num_answers: int = 0
     num_not_compared: int = 0
+    num_foreign: int = 0
+    """Lines that are no answers at all."""
     places: "array[int]" = field(default_factory=lambda: array("q"))
     """First tokens that differ."""
     gaps: "array[float]" = field(default_factory=lambda: array("d"))
@@ -55,6 +57,7 @@ class Regressed:
     def add(self, one: Compared, *, has_kl: bool) -> None:
         self.num_answers += 1
         self.num_not_compared += one.problem is not None
+        self.num_foreign += one.old.is_foreign
         if one.place is not None:
             self.places.append(one.place)
             if one.gap is not None:
@@ -91,8 +94,9 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
                         texts = one.new_output or list(one.output), list(one.output)
                         found.texts.append((_text(llm, one, texts[0]), _text(llm, one, texts[1])))
                     advance(1)
-        if not found.num_answers:
-            raise SpecDecError(f"the file has no answers: {options.traces}", hint="give another file")
+        if found.num_foreign == found.num_answers:
+            first = found.answers[0].problem if found.answers else options.traces
+            raise SpecDecError(f"the file has no answers: {first}", hint="give another file")
         document = _document(llm, old, options, comparison, found, seconds)
         _show(document, llm, output)
         if options.report is not None:

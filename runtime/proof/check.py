@@ -319,7 +319,7 @@ def _finding_of(case: _Case, **found: object) -> Finding:
     if wrong_end is not None:
         return replace(common, verdict="wrong", reason=wrong_end, place=case.end, token=case.token_at(case.end))
     if case.read.problem is not None:
-        return replace(common, verdict="wrong", reason=case.read.problem)
+        return replace(common, verdict="not_checked", reason=case.read.problem)
     return replace(common, verdict="within_rounding") if case.num_ties else common
 
 

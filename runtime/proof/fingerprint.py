@@ -6,8 +6,8 @@ two digests differ.
 """
 
 import hashlib
-import json
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from runtime.loop.step import make_room
 from runtime.proof.records import Fingerprint
 from runtime.text.text import tokenizer_digest
 from runtime.util.cache import digest
-from runtime.util.errors import SpecDecError
+from runtime.util.reading import parse_json, read_utf8
 
 NUM_TOKENS = 48
 _DIGEST_LEN = 16
@@ -100,11 +100,8 @@ def _digest_of(tensors: Seq[Tensor]) -> str:
     return sha.hexdigest()[:_DIGEST_LEN]
 
 
-def read_fingerprint(text: str, where: str) -> Fingerprint:
-    """The fingerprint in a JSON text; SpecDecError names `where`."""
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise SpecDecError(f"this is no fingerprint, not JSON ({error}): {where}", hint="write one again") from None
+def read_fingerprint(path: Path) -> Fingerprint:
+    """The fingerprint in a JSON file; SpecDecError names the file."""
+    data = parse_json(read_utf8(path), path)
     found = data.get("fingerprint", data) if isinstance(data, dict) else data
-    return parse(Fingerprint, found, where)
+    return parse(Fingerprint, found, str(path))

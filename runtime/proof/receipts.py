@@ -17,7 +17,7 @@ from runtime.checkpoint.config import parse
 from runtime.core.request import Sequence
 from runtime.proof.records import Fingerprint, IdsForm, Receipt, ids_digest
 from runtime.text.text import stop_words_of
-from runtime.text.trace_lines import check_ids, line_digest
+from runtime.text.trace_lines import check_ids, digest_problem
 from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular, write_file
 from runtime.util.reading import raise_unreadable, shown
@@ -97,16 +97,30 @@ def num_lines(path: Path) -> int:
 
 def _read_line(line: bytes, where: str, answers: Answers) -> Iterator[Read]:
     try:
-        data = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        yield Read(where, None, f"{where} is not JSON ({reason}): it is cut or damaged")
+        data = parse_line(line, where)
+    except SpecDecError as error:
+        yield Read(where, None, error.message)
         return
     rows = list(rows_in(data))
     if not rows:
         yield Read(where, None, f"{where} has no receipt: {shown(data)}")
     for row in rows:
         yield read_row(row, where, answers)
+
+
+def parse_line(line: bytes, where: str) -> Any:
+    """The JSON value of a line. Raises SpecDecError, naming `where`, for a line that is cut or damaged."""
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        wrong = f"is not UTF-8 text at byte {error.start + 1}"
+    except json.JSONDecodeError as error:
+        wrong = f"is not JSON at column {error.colno}"
+    except RecursionError:
+        wrong = "has brackets too deep to read"
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        wrong = "has a number too long to read"
+    raise SpecDecError(f"{where} {wrong}: it is cut or damaged", hint="write the file again")
 
 
 def rows_in(data: Any) -> Iterator[dict[str, Any]]:
@@ -155,10 +169,11 @@ def read_row(row: dict[str, Any], where: str, answers: Answers) -> Read:
 
 
 def _digest_problem(receipt: Receipt, row: dict[str, Any], where: str) -> str | None:
-    if row.get("digest") != line_digest(row):
-        return f"{where} has changed since it was written, its digest is {line_digest(row)}: {shown(row.get('digest'))}"
+    if (problem := digest_problem(row, where)) is not None:
+        return problem
     for name in ("prompt", "output"):
         ids = getattr(receipt, f"{name}_ids")
         if ids is not None and ids_digest(ids) != row[f"{name}_digest"]:
-            return f"{where} has other token ids than those of its `{name}_digest`: {shown(row[f'{name}_digest'])}"
+            found = shown(row[f"{name}_digest"])
+            return f"{where} has other ids, its `{name}_digest` should be {ids_digest(ids)}, and is: {found}"
     return None

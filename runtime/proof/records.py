@@ -77,17 +77,23 @@ def relation_of(theirs: Fingerprint, ours: Fingerprint) -> Relation:
 def differences(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
     """Differences in words: `dtype bfloat16, here float32`; empty for engines with the same fingerprint."""
     if theirs.architecture != ours.architecture:
-        return [f"another model, of {in_words(theirs.vocab_size)} ids, here {ours.vocab_size}"]
+        named = {"architecture": "architecture", "vocab_size": "ids"}
+        return [f"another model: {', '.join(_differences(named, theirs, ours))}"]
     named = {"tokenizer": "tokenizer"} | _OF_ENGINE | _OF_MACHINE
-    found = [
+    found = _differences(named, theirs, ours)
+    if theirs.logits != ours.logits:
+        found.append(f"bits {in_words(theirs.name)}, here {ours.name}")
+    return found
+
+
+def _differences(named: dict[str, str], theirs: Fingerprint, ours: Fingerprint) -> list[str]:
+    """Differences in the fields that `named` has, under its words."""
+    return [
         f"{word} {there}, here {here}"
         for name, word in named.items()
         for there, here in [_differing(getattr(theirs, name), getattr(ours, name))]
         if there != here
     ]
-    if theirs.logits != ours.logits:
-        found.append(f"bits {in_words(theirs.name)}, here {ours.name}")
-    return found
 
 
 def _differing(theirs: Any, ours: Any) -> tuple[str, str]:

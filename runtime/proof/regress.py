@@ -5,7 +5,6 @@ new answer leaves the old one: exactly the place at which generating again would
 not depend on the step. Behind it the old answer is still a text on which the two engines can be compared.
 """
 
-import json
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -26,7 +25,7 @@ from runtime.engine.engine import Engine
 from runtime.loop.scheduler import Scheduler
 from runtime.loop.serving import DrafterRouter
 from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
-from runtime.proof.receipts import body_of, choices_of, read_row, rows_in
+from runtime.proof.receipts import body_of, choices_of, parse_line, read_row, rows_in
 from runtime.proof.records import Receipt
 from runtime.text.trace_lines import Trace
 from runtime.util.errors import SpecDecError
@@ -46,6 +45,8 @@ class OldAnswer:
     receipt: Receipt | None = None
     problem: str | None = None
     """Why there is none, in one sentence."""
+    is_foreign: bool = False
+    """True for a line that is no answer at all: not JSON, or without token ids and receipts."""
 
     def request(self, make: Callable[[Receipt], Request], end_ids: frozenset[int]) -> Request:
         """The request that was answered; without a receipt greedy, for as many tokens."""
@@ -248,9 +249,9 @@ def read_old_answers(path: Path, read_trace: ReadTrace) -> Iterator[OldAnswer]:
 
 def _read_line(line: bytes, where: str, read_trace: ReadTrace) -> Iterator[OldAnswer]:
     try:
-        data = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):
-        yield OldAnswer(where, (), (), problem=f"{where} is not JSON: it is cut or damaged")
+        data = parse_line(line, where)
+    except SpecDecError as error:
+        yield OldAnswer(where, (), (), problem=error.message, is_foreign=True)
         return
     try:
         yield from _answers_in(data, where, read_trace)
@@ -263,7 +264,7 @@ def _answers_in(data: Any, where: str, read_trace: ReadTrace) -> Iterator[OldAns
     for row in rows:
         read = read_row(row, where, {})
         receipt = read.receipt
-        if receipt is None or not receipt.prompt_ids or not receipt.output_ids:
+        if read.problem is not None or receipt is None or not receipt.prompt_ids or not receipt.output_ids:
             yield OldAnswer(where, (), (), problem=read.problem or f"{where} has no token ids")
         else:
             yield OldAnswer(where, receipt.prompt_ids, receipt.output_ids, receipt)
@@ -276,7 +277,7 @@ def _answers_in(data: Any, where: str, read_trace: ReadTrace) -> Iterator[OldAns
     found = list(_choices_with_ids(data))
     if not found:
         problem = f"{where} has neither token ids nor a receipt: {shown(data)}"
-        yield OldAnswer(where, (), (), problem=problem)
+        yield OldAnswer(where, (), (), problem=problem, is_foreign=True)
     for prompt, output in found:
         yield OldAnswer(where, prompt, output)
 

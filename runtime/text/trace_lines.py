@@ -68,16 +68,24 @@ def line_digest(row: dict[str, object]) -> str:
     return document_digest(row, "digest")[:_DIGEST_LEN]
 
 
+def digest_problem(row: dict[str, object], where: str) -> str | None:
+    """Sentence on a digest that is missing or does not match; None if it is right."""
+    expected = line_digest(row)
+    if "digest" not in row:
+        return f"{where} has lost its digest, which should be: {expected}"
+    if row["digest"] != expected:
+        found = shown(row["digest"])
+        return f"{where} has changed since it was written, its digest should be {expected}, and is: {found}"
+    return None
+
+
 def check_digest(row: dict[str, object], where: str) -> bool:
     """True if a line has a digest; SpecDecError if it does not match."""
     if "digest" not in row:
         _check_is_ones_own(row, where)
         return False
-    if row["digest"] != line_digest(row):
-        raise SpecDecError(
-            f"{where} has changed since it was written, its digest is {line_digest(row)}, not: {shown(row['digest'])}",
-            hint="write the traces again; a line that you change yourself has no `digest`",
-        )
+    if (problem := digest_problem(row, where)) is not None:
+        raise SpecDecError(problem, hint="write the traces again; a line that you change yourself has no `digest`")
     return True
 
 

@@ -65,8 +65,10 @@ def parse_json(text: str, path: Path, *, first_line: int = 1) -> object:
             f"not JSON at {where} ({error.msg}): {path}", hint="correct the file at that place"
         ) from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
+        reason = "brackets too deep" if isinstance(error, RecursionError) else "a number too long"
         raise SpecDecError(
-            f"JSON too large to read from line {first_line} ({error}): {path}", hint="check that this is the right file"
+            f"JSON too large to read from line {first_line} ({reason}): {path}",
+            hint="check that this is the right file",
         ) from error
     return value
 

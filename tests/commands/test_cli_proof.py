@@ -3,12 +3,14 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from command_line import NGRAM, PROMPTS, Specdec, assert_valid, each
+from rich.console import Console
 from sentences import Said
 from shared import MakeEngineDir, shared_engine
 from tiny import make_model, repetitive_prompt
@@ -83,6 +85,49 @@ def test_a_changed_receipt_is_named_with_its_token(specdec: Specdec, llama_engin
     document = json.loads(specdec("check", path, *where, "--json").stdout)
     assert_valid("check", document)
     assert [(one["verdict"], one["place"]) for one in document["findings"]] == [("wrong", place), ("not_checked", None)]
+
+
+def test_changed_and_damaged_lines_are_told_as_sentences(
+    specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of `check`'s table, and warnings of `regress`, which compares none of these lines."""
+    wide = partial(Console, width=1000, highlight=False, markup=False)
+    monkeypatch.setattr("commands.output.output._console", lambda *, stderr, width: wide(stderr=stderr))
+    path, where = tmp_path / "receipts.jsonl", ["--engine-dir", llama_engine_dir]
+    specdec("run", *where, "--input-text", PROMPTS[0], "--max-output-len", 8, "--receipts", path)
+    (row,) = rows_of(path)
+    good, ours = path.read_text(), row["fingerprint"]["architecture"]
+    edited, without = ({**row, "name": "edited"}, {k: v for k, v in row.items() if k != "digest"})
+    bad = {
+        json.dumps(edited): f"it has changed since it was written, its digest should be {line_digest(edited)}, "
+        f"and is: '{row['digest']}'",
+        json.dumps(without): f"it has lost its digest, which should be: {row['digest']}",
+        sealed(row | {"output_ids": [-5]}).strip(): "`output_ids` must be at least 0: -5",
+        sealed(row | {"format_version": 9}).strip(): "it has a format this version cannot read",
+        sealed(row | {"prompt_ids": []}).strip(): "`prompt_ids` holds no token id",
+        sealed(row | {"more": 1}).strip(): "it has an unknown key: more",
+        good[: len(good) // 2]: "it is cut or damaged",
+        '{"a": "\x01"}': "it is not JSON at column 8: it is cut or damaged",
+        "[" * 100_000: "it has brackets too deep to read: it is cut or damaged",
+        "9" * 5_000: "it has a number too long to read: it is cut or damaged",
+    }
+    other = row | {"fingerprint": row["fingerprint"] | {"architecture": "other"}}
+    of_other_model = {sealed(other).strip(): f"it is of another model: architecture other, here {ours}"}
+    path.write_text(good + "".join(f"{line}\n" for line in bad | of_other_model))
+    result = specdec("check", path, *where)
+    shown = " ".join(result.stdout.split())
+    assert f"{len(bad) + 1} not checked, 1 exact" in shown
+    assert [one for one in (bad | of_other_model).values() if one not in shown] == []
+    path.write_text(good + "".join(f"{line}\n" for line in bad))
+    result = specdec("regress", "--traces", path, *where)
+    assert result.exit_code == 1 and "0 of 1 answers change" in result.stdout
+    shown = " ".join(result.stderr.split()).replace(f" of {path}", "")
+    for number, one in enumerate(bad.values(), 2):
+        assert one.removeprefix("it ") in shown.replace(f" on line {number}", "").replace(f"`line {number}: ", "`")
+    path.write_bytes(bytes(range(256)) * 50)
+    result = specdec("regress", "--traces", path, *where)
+    assert result.exit_code == 1
+    said(result)
 
 
 def test_digests_need_the_ids_from_elsewhere(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> None:
@@ -239,6 +284,8 @@ def test_predict_reads_another_machines_costs(
 def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
     where = ["--engine-dir", llama_engine_dir]
     for arguments in (
         ["check", "nowhere.jsonl", *where],
@@ -251,6 +298,7 @@ def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said
         ["fingerprint", *where, "--expect", empty],
         ["predict", "--traces", empty, "--costs", llama_engine_dir / "tokenizer.json"],
         ["run", *where, "--receipt-ids", "digests", "a"],
+        ["fingerprint", *where, "--expect", deep],
     ):
         result = specdec(*arguments)
         assert result.exit_code in (1, 2)
