@@ -47,7 +47,7 @@ install_rest() {
 step "specdec and what it needs${1:+, with $1}, about 100 MB to download" \
     install_rest --constraint constraints.txt --editable ".${1:-}"
 # Who has other work meanwhile waits for .venv/kernels.done.
-[ -z "${SPECDEC_KERNELS_LATER:-}" ] || exit 0
+[ -z "${CI_KERNELS_LATER:-}" ] || exit 0
 until_compiled() { while kill -0 "$kernels" 2>/dev/null; do sleep 0.2; done; }
 step "kernels for this processor" until_compiled
 wait "$kernels" || echo "not compiled, the first engine will say why: $(tail -n 1 .venv/kernels.log)" >&2

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-[ -n "${SPECDEC_INSTALLED:-}" ] || scripts/install.sh '[dev,docs]' # one installation for all that CI runs
+[ -n "${CI_INSTALLED:-}" ] || scripts/install.sh '[dev,docs]' # one installation for all that CI runs
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy & # while the tests are collected
@@ -12,8 +12,8 @@ unset PYTHONDONTWRITEBYTECODE # or every process that the tests start would comp
 # In a new environment each worker would compile all that the tests import, which takes three times as long as importing it.
 compgen -G '.venv/lib/python*/site-packages/transformers/models/llama/__pycache__' > /dev/null ||
     .venv/bin/pytest --collect-only -qq > /dev/null || true # what is wrong is said below
-if [ -n "${SPECDEC_KERNELS_LATER:-}" ]; then until [ -e .venv/kernels.done ]; do sleep 0.2; done; fi
-unset SPECDEC_KERNELS_LATER # tests install too
+if [ -n "${CI_KERNELS_LATER:-}" ]; then until [ -e .venv/kernels.done ]; do sleep 0.2; done; fi
+unset CI_KERNELS_LATER # tests install too
 # Three workers, one more than the cores of a small machine: tests wait for processes. Each takes of the others' when it has
 # done its own.
 .venv/bin/pytest -n 3 --dist worksteal "$@"

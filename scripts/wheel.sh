@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-[ -n "${SPECDEC_INSTALLED:-}" ] || scripts/install.sh '[wheel]'
+[ -n "${CI_INSTALLED:-}" ] || scripts/install.sh '[wheel]'
 exec .venv/bin/python -m scripts.tools.wheel "$@"

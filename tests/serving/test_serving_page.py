@@ -23,7 +23,7 @@ from waiting import HANG_S, wait_until
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update",
 ]  # fmt: skip
-INSTALLING = os.environ.get("SPECDEC_BROWSER_INSTALLING")
+INSTALLING = os.environ.get("CI_BROWSER_INSTALLING")
 """A file that is there while Chromium is still being installed."""
 
 
