@@ -240,6 +240,15 @@ class SuffixDrafter(LookupDrafter):
         return SuffixLookup(pool=pool)
 
 
+_OF_DRAFT_MODEL = (
+    Entry("draft_len", "max_draft_len", "count"),
+    Entry("draft_device_list", "device_ids"),
+    Entry("target_device_list"),
+    Entry("use_logits", "use_logits", "bool"),
+)
+"""Entries of a draft model's list, as in TensorRT-LLM's `--draft_target_model_config`."""
+
+
 @dataclass(frozen=True)
 class DraftTargetDrafter(DrafterSpec):
     """A draft model (`runtime.drafters.draft_target`); its tokenizer may differ from the target's.
@@ -254,15 +263,7 @@ class DraftTargetDrafter(DrafterSpec):
         "draft model",
         help="Draft with a draft model",
         flag="draft_target_model_config",
-        form=ListForm(
-            (
-                Entry("draft_len", "max_draft_len", "count"),
-                Entry("draft_device_list", "device_ids"),
-                Entry("target_device_list"),
-                Entry("use_logits", "use_logits", "bool"),
-            ),
-            ("[4,[0],[0],False]", "4"),
-        ),
+        form=ListForm(_OF_DRAFT_MODEL, ("[4,[0],[0],False]", "4")),
         algorithm="DRAFT_TARGET",
         note=" use_logits True accepts tokens by rejection sampling, False by comparing them.",
     )
@@ -320,15 +321,7 @@ class PardDrafter(DraftTargetDrafter):
         "parallel draft model",
         help="Draft with a parallel draft model (PARD)",
         flag="pard_config",
-        form=ListForm(
-            (
-                Entry("draft_len", "max_draft_len", "count"),
-                Entry("draft_device_list", "device_ids"),
-                Entry("target_device_list"),
-                Entry("use_logits", "use_logits", "bool"),
-            ),
-            ("[8,[0],[0],False]", "8"),
-        ),
+        form=ListForm(_OF_DRAFT_MODEL, ("[8,[0],[0],False]", "8")),
         algorithm="PARD",
         label="PARD",
     )

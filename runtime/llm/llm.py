@@ -232,8 +232,7 @@ class LLM:
 
         Without parameters it is sampled as the model's generation_config.json says (`chat_params`).
         """
-        inputs = TemplateInputs(continues_last=continue_final_message)
-        prompt, params = self.chat_template.encode(messages, inputs), sampling_params or self.chat_params()
+        prompt, params = self._chat_prompt(messages, sampling_params, continue_final_message)
         return self.generate(prompt, params, drafter=drafter, draft_len_mode=draft_len_mode)
 
     def stream_chat(
@@ -246,9 +245,15 @@ class LLM:
         continue_final_message: bool = False,
     ) -> Generator[Piece]:
         """`chat`, step by step."""
-        inputs = TemplateInputs(continues_last=continue_final_message)
-        prompt, params = self.chat_template.encode(messages, inputs), sampling_params or self.chat_params()
+        prompt, params = self._chat_prompt(messages, sampling_params, continue_final_message)
         return self.stream(prompt, params, drafter=drafter, draft_len_mode=draft_len_mode)
+
+    def _chat_prompt(
+        self, messages: Seq[Message], params: SamplingParams | None, continues_last: bool
+    ) -> tuple[list[int], SamplingParams]:
+        """A conversation's tokens, and the parameters of its answer: the model's own where none are given."""
+        inputs = TemplateInputs(continues_last=continues_last)
+        return self.chat_template.encode(messages, inputs), params or self.chat_params()
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
