@@ -55,7 +55,7 @@ class StepRecord(Record):
         description="tokens that must be accepted for the longest offer to pay; null if steps were not timed"
     )
     num_sent: Count = Field(description="draft tokens sent to the target")
-    num_accepted: Count = Field(description="of those, tokens kept")
+    num_accepted: Count = Field(description="sent draft tokens that the target accepted")
     num_new_tokens: Count = Field(description="tokens of the output")
     reason: str
 

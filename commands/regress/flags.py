@@ -16,7 +16,7 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?) ?(%?)")
 
 @dataclass(frozen=True, kw_only=True)
 class RegressOptions:
-    """Old answers, and what is told of the new ones."""
+    """File of the old answers, and what to report about the new engine's answers."""
 
     model: ModelWord = None
     traces: Annotated[

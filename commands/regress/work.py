@@ -117,7 +117,7 @@ def _timed(seconds: list[float], place: int, work: Callable[[], T]) -> T:
 
 
 def _asked(llm: LLM, path: Path) -> Iterator[Compared]:
-    """Each answer of the file, to be compared; those that cannot be have a `problem`."""
+    """Each answer of the file, ready to be compared. An answer that cannot be compared has a `problem`."""
     vocab_size, checker = llm.bundle.config.vocab_size, llm.checker()
     for old in read_old_answers(path, partial(read_trace, tokenizer=llm.tokenizer, vocab_size=vocab_size)):
         if old.problem is not None:

@@ -117,7 +117,7 @@ class LongDrafts(Generic[Draft]):
             return drafts[1:]
 
     def _admit(self, draft: Draft) -> bool:
-        """Give it blocks for all its tokens, of which those of the prompt may be found. False: no room now."""
+        """Give the draft K/V blocks for all its tokens; the cache may have its prompt. False: there is no room now."""
         sequence, tokens = draft.sequence, draft.sequence.tokens
         most = self.engine.config.build_config.max_request_len
         if len(tokens) > most:

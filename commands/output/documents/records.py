@@ -77,7 +77,7 @@ class Counts(Record):
     num_spec_steps: Count = Field(description="target steps that carried a non-empty draft")
     num_draft_tokens: Count = Field(description="draft tokens sent to the target")
     num_accepted_draft_tokens: Count = Field(
-        description="of those, tokens kept, after the cut at end id, stop word and budget"
+        description="accepted draft tokens that the output kept, after its cut at an end id, a stop word or its budget"
     )
     draft_acceptance_rate: Share | None = Field(description="accepted / drafted; null where nothing was drafted")
     mean_acceptance_length: Annotated[float, Field(ge=1)] | None = Field(
