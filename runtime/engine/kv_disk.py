@@ -123,6 +123,10 @@ def _rows_of(tensor: Tensor) -> "np.ndarray[Any, Any] | Tensor":
     return rows.numpy() if rows.device.type == "cpu" else rows
 
 
+def _part_of_rank(rank: int, pool: KVPool) -> Part:
+    return Part(f"{_KV} {rank}" if rank else _KV, [*pool.keys, *pool.values, *pool.scales])
+
+
 def _part_of_head(head: HeadCache, name: str) -> Part:
     pool = head.pool
     return Part(f"head {name}", [head.states, *pool.keys, *pool.values, *pool.scales, *head.flags()])
@@ -153,6 +157,7 @@ class _Job:
 class KVDisk:
     """The disk of one engine. Its methods are called in the engine's turns, but `flush` and `close`.
 
+    `pools` has the memory of each rank. A record has the bytes of all of them, so each rank has the same tokens.
     SpecDecError if the directory cannot be used, or has no room for one of the engine's longest sequences.
     """
 
@@ -162,14 +167,15 @@ class KVDisk:
         max_bytes: int | None,
         config: EngineConfig,
         blocks: BlockManager,
-        pool: KVPool,
+        pools: Seq[KVPool],
         states: States | None,
     ) -> None:
         self.rates = Rates()
         self.digest = digest_of_engine(config)
         self._model = f"{config.pretrained_config.get('model_type')}, {config.dtype}"
         self._blocks, self._states, self._block_size = blocks, states, blocks.block_size
-        self._parts = [Part(_KV, [*pool.keys, *pool.values, *pool.scales])]
+        self._kv = [_part_of_rank(rank, pool) for rank, pool in enumerate(pools)]
+        self._parts = self._kv
         self._heads: list[tuple[HeadCache, Part | None]] = []
         self._process_id = os.getpid()
         self._told: set[str] = set()
@@ -192,7 +198,7 @@ class KVDisk:
 
     def _check_size(self, directory: Path, max_bytes: int | None, config: EngineConfig) -> None:
         longest = config.build_config.max_request_len
-        needed = self._blocks.num_blocks_for(longest) * self._parts[0].num_bytes + (1 << 19)
+        needed = self._blocks.num_blocks_for(longest) * sum(part.num_bytes for part in self._kv) + (1 << 19)
         needed += 0 if self._states is None else self._states.num_saved_bytes
         if max_bytes is not None and max_bytes < needed:
             raise UsageError(
@@ -223,11 +229,11 @@ class KVDisk:
         """Read and write what this head has of each block too. One without a name has no place on disk: then nothing is
         read."""
         self._heads.append((head, None if name is None else _part_of_head(head, name)))
-        self._parts = [self._parts[0], *(part for _, part in self._heads if part is not None)]
+        self._parts = [*self._kv, *(part for _, part in self._heads if part is not None)]
 
     def remove_head(self, head: HeadCache) -> None:
         self._heads = [one for one in self._heads if one[0] is not head]
-        self._parts = [self._parts[0], *(part for _, part in self._heads if part is not None)]
+        self._parts = [*self._kv, *(part for _, part in self._heads if part is not None)]
 
     def restore(self, sequence: Sequence) -> int:
         """Read what an admitted sequence lacks into its blocks, and advance `num_computed`; returns the tokens read."""

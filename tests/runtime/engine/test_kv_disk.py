@@ -63,6 +63,7 @@ FAMILIES = (
 )
 CASES: list[tuple[str, dict[str, Any]]] = [(family, {}) for family in FAMILIES]
 CASES += [("gemma3", {"kv_cache": "INT8"}), ("qwen3.5", {"kv_cache": "FP8", "dtype": "bfloat16"})]
+CASES += [("llama", {"tp_size": 2}), ("qwen3.5", {"tp_size": 2})]
 
 
 @pytest.mark.parametrize(("family", "build"), CASES, ids=lambda one: one if isinstance(one, str) else "".join(one))
