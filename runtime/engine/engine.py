@@ -5,6 +5,7 @@ batch's rows. What becomes of the logits is decided above, in `runtime.loop.step
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -375,10 +376,11 @@ class Engine:
         """SpecDecError if the engine was built for shorter drafts."""
         check_draft_len(max_draft_len, self.max_draft_len)
 
-    def admit(self, sequence: Sequence) -> bool:
+    def admit(self, sequence: Sequence, *, reads: bool = True) -> bool:
         """Give the sequence blocks for its tokens and a draft, finding K/V that is already known.
 
-        False: no room now, nothing changed. SpecDecError: it would not fit an empty cache either.
+        Unless `reads`, what is on disk is left to `read_on`. False: no room now, nothing changed. SpecDecError: it
+        would not fit an empty cache either.
         """
         self.check_is_open()
         num_tokens = len(sequence.tokens) + self.max_draft_len_of(sequence)
@@ -406,14 +408,30 @@ class Engine:
         except BaseException:  # Ctrl-C between two layers: what was found is there in part
             sequence.num_computed = 0
             raise
-        num_on_disk = 0 if self._used_disk is None else self._used_disk.restore(sequence)
         for head in self._heads:
             head.forget(sequence.block_table, sequence.num_computed)
-        sequence.stats.num_reused_tokens += sequence.num_computed
-        if not sequence.stats.num_steps and not self._num_without_disk:
-            num_found = sequence.num_computed
-            self.prompt_tokens = self.prompt_tokens.plus(len(sequence.tokens), num_found, num_on_disk)
+        self._count_found(sequence, len(sequence.tokens), sequence.num_computed, 0)
+        if self._used_disk is not None:
+            self._used_disk.find(sequence)
+        if reads:
+            self.read_on(sequence, math.inf)
         return True
+
+    def read_on(self, sequence: Sequence, until: float) -> None:
+        """Read what an admitted sequence has on disk, until a time of `time.perf_counter`, at least one block of it."""
+        if not sequence.unread:
+            return
+        num_read = 0 if self._used_disk is None else self._used_disk.read(sequence, until)
+        if self._used_disk is None:
+            sequence.unread = []
+        for head in () if sequence.unread else self._heads:
+            head.forget(sequence.block_table, sequence.num_computed)
+        self._count_found(sequence, 0, num_read, num_read)
+
+    def _count_found(self, sequence: Sequence, num_tokens: int, num_found: int, num_on_disk: int) -> None:
+        sequence.stats.num_reused_tokens += num_found
+        if not sequence.stats.num_steps and not self._num_without_disk:
+            self.prompt_tokens = self.prompt_tokens.plus(num_tokens, num_found, num_on_disk)
 
     def extend(self, sequence: Sequence) -> bool:
         """Give an admitted sequence that grew blocks for all its tokens and a draft. False: no room, no change."""
@@ -505,6 +523,7 @@ class Engine:
         """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
         if self._used_disk is not None:
             self._used_disk.save(sequence)
+        sequence.unread = []
         if self._states is not None and sequence.state_slot:
             self._states.manager.release(sequence)
         self._blocks.release(sequence)

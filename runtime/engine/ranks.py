@@ -170,9 +170,9 @@ class RankedStep:
         self._copy(COPY_SLOT, copy)
 
     def share(self, keys: list[Tensor], num_slots: int, make: Callable[[], Made]) -> list[Made]:
-        """What `make` makes of `zeros`, once for each other rank, in the memory that the rank has its K/V and states in.
+        """Call `make`, which makes K/V and states by `zeros`, for each other rank, in memory that the rank uses too.
 
-        `settle` before it is read or written. Nothing on a GPU, whose memory is not shared.
+        `settle` before it is read or written. On a GPU, whose memory is not shared, `make` is not called.
         """
         made = list[Made]()
         for file in self._files:
