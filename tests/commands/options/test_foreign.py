@@ -1,6 +1,7 @@
 """Flags of vLLM, llama.cpp, Ollama, SGLang and TensorRT-LLM: taken, dropped with a reason, or answered."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 from command_line import Specdec
@@ -48,6 +49,10 @@ def test_flags_of_others(given: str, kept: str, told: str, capsys: pytest.Captur
     assert capsys.readouterr().err.startswith(f"warning: no effect in specdec: {told}" if told else "")
 
 
+def test_what_a_command_does_anyway_needs_no_answer() -> None:
+    assert without_foreign(["F", "-cnv", "-n", "3"], replace(RUN, command="chat")) == ["F", "--max-output-len", "3"]
+
+
 @pytest.mark.parametrize(
     ("line", "values"),
     [
@@ -59,6 +64,7 @@ def test_flags_of_others(given: str, kept: str, told: str, capsys: pytest.Captur
         ("run demo -ctk q8_0 a", ("q8_0", "`--kv-cache-dtype int8`")),
         ("run demo --block-size 16 a", ("16", "--tokens-per-block 16")),
         ("run demo -cnv", ("`specdec chat MODEL`",)),
+        ("run demo --prompt-cache f.bin a", ("f.bin", "`--kv-cache-dir DIR`")),
         ("serve demo --chat-template t.jinja", ("t.jinja", "`--tokenizer-dir`")),
         ("run demo --load-in-4bit a", ("`--quantization int4`",)),
         ("run demo --lora a", ("merge",)),
