@@ -142,6 +142,10 @@ def describe_kernels() -> None:
     ) -> Tensor:
         return x.new_empty(*x.shape[:-1], num_outputs)
 
+    def quantized_rows(ids: Tensor, packed: Tensor, num_rows: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
+        return ids.new_empty(*ids.shape, num_inputs, dtype=dtype)
+
+    torch.library.register_fake("specdec::quantized_rows", quantized_rows, allow_override=True)
     torch.library.register_fake("specdec::pack_quantized", pack_quantized, allow_override=True)
     torch.library.register_fake("specdec::quantized_linear", quantized_linear, allow_override=True)
 
