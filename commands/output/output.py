@@ -109,8 +109,8 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0
 _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # of direction
 
 
-_SHOWN_OF_WORD, _MOST_OF_LINE = 100, 500
-"""Characters that an error shows of a value twice as long or longer, and of a line."""
+_MOST_OF_WORD, _MOST_OF_LINE = 200, 1000
+"""Characters of a value without spaces, and of a line, that an error shows whole."""
 
 
 def visible(text: str) -> str:
@@ -151,14 +151,14 @@ def fail(message: str, hint: str | None) -> None:
 
 
 def _shortened(message: str) -> str:
-    words = re.sub(rf"\S{{{2 * _SHOWN_OF_WORD + 1},}}", lambda word: _cut(word[0], _SHOWN_OF_WORD), message)
-    return "\n".join(
-        _cut(line, _MOST_OF_LINE) if len(line) > 2 * _MOST_OF_LINE else line for line in words.splitlines()
-    )
+    words = re.sub(r"\S+", lambda word: _cut(word[0], _MOST_OF_WORD), message)
+    return "\n".join(_cut(line, _MOST_OF_LINE) for line in words.splitlines())
 
 
 def _cut(text: str, most: int) -> str:
-    return f"{text[:most]}… ({len(text):,} characters)"
+    """The text, or its beginning and its end, where a line says what its values come from."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}… ({len(text):,} characters) …{text[-half:]}"
 
 
 def say_interrupted() -> None:

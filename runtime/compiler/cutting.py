@@ -250,7 +250,8 @@ def _use_kernels(step: GraphModule, form: StepForm, arithmetic: int) -> None:
     select_early(step, "logit_indices")
     use_kernels(step, arithmetic)
     if form.tied is not None:
-        look_up_in_output(step, form.step.model.get_input_embeddings().weight, form.tied)
+        embeddings: Any = form.step.model.get_input_embeddings()
+        look_up_in_output(step, embeddings.weight, form.tied)
 
 
 def _shared(step: CutStep) -> CutStep:

@@ -265,7 +265,7 @@ def tied_output(model: PreTrainedModel) -> QuantizedLinear | None:
     if not is_plain or weight.kind == "fp8" or weight.shape != tuple(table.weight.shape):
         return None
     with present(table, output):
-        rows = torch.arange(len(weight.values)).split(_ROWS_COMPARED)
+        rows = torch.split(torch.arange(len(weight.values)), _ROWS_COMPARED)
         is_same = (torch.equal(weight.rows(some).dequantize(table.weight.dtype), table.weight[some]) for some in rows)
         return output if all(is_same) else None
 

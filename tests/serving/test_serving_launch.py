@@ -213,15 +213,15 @@ def test_what_is_wrong_is_told_in_a_sentence(
     assert not (home / "record.json").exists()
 
 
-def test_a_file_of_settings_is_the_servers_too(
-    specdec: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_settings_is_the_servers_too(forks: Forks, home: Path) -> None:
     """Its model, its port and its limits; what it says is not said again by what fits."""
-    monkeypatch.chdir(tmp_path)
-    Path("prod.yaml").write_text("model: demo\nserve:\n  port: 8123\n  max_seq_len: 512\n  served_model_name: mine\n")
-    printed = specdec("launch", "claude", "--config", "prod.yaml", "--print").stdout.splitlines()
-    assert printed[0].startswith("specdec serve --config prod.yaml ") and printed[0].endswith("--port 8123")
+    file = home / "prod.yaml"
+    file.write_text("model: demo\nserve:\n  port: 8123\n  max_seq_len: 512\n  served_model_name: mine\n")
+    given = ("--config", file, "--print")
+    printed = forks.run("launch", "claude", *given, environment=environment(home)).stdout.splitlines()
+    assert printed[0].startswith(f"specdec serve --config {file} ") and printed[0].endswith("--port 8123")
     assert "--max-seq-len" not in printed[0] and "--spec-decode-algo AUTO" in printed[0]
     assert "export ANTHROPIC_MODEL=mine" in printed
-    named = specdec("launch", "claude", "demo-draft", "--config", "prod.yaml", "--port", 8124, "--print").stdout
-    assert named.startswith("specdec serve --model-dir demo-draft --config prod.yaml ") and "--port 8124\n" in named
+    others = ("launch", "claude", "demo-draft", *given, "--port", 8124)
+    named = forks.run(*others, environment=environment(home)).stdout.splitlines()[0]
+    assert named.startswith(f"specdec serve --model-dir demo-draft --config {file} ") and named.endswith("--port 8124")

@@ -64,7 +64,6 @@ def test_what_a_command_does_anyway_needs_no_answer() -> None:
         ("run demo -ctk q8_0 a", ("q8_0", "`--kv-cache-dtype int8`")),
         ("run demo --block-size 16 a", ("16", "--tokens-per-block 16")),
         ("run demo -cnv", ("`specdec chat MODEL`",)),
-        ("run demo --prompt-cache f.bin a", ("f.bin", "`--kv-cache-dir DIR`")),
         ("serve demo --chat-template t.jinja", ("t.jinja", "`--tokenizer-dir`")),
         ("run demo --load-in-4bit a", ("`--quantization int4`",)),
         ("run demo --lora a", ("merge",)),
@@ -93,6 +92,7 @@ def test_what_a_command_does_anyway_needs_no_answer() -> None:
         ("convert demo --model-dir demo-draft", ("`demo`", "`--model-dir`", "demo-draft")),
         ("convert", ("no model", "`specdec convert demo`")),
         ("tune --traces t.jsonl --save", ("`--save`",)),
+        ("run demo --prompt-cache f.bin a", ("f.bin", "`--kv-cache-dir DIR`")),
     ],
 )
 def test_what_means_something_else_is_answered(
