@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -86,13 +86,18 @@ def launch(
 
     _, held = settings_of(context, "serve", commands_of(context)["serve"])
     given = [*(flags or []), *([] if options.config is None else ["--config", str(options.config)])]
-    settings = {name.replace("_", "-"): str(one.value) for name, one in held.items()}
+    settings = {name.replace("_", "-"): _first(one.value) for name, one in held.items()}
     if "port" in settings and getattr(context.get_parameter_source("port"), "name", "") == "DEFAULT":
         options = replace(options, port=int(settings["port"]))  # of the file's section `serve`
     arguments = context.meta.get(ARGUMENTS_OF_TOOL, [])
     code = run(found, Launch(options.host, options.port, options.keys, given, arguments, settings), options.print_only)
     if code:
         raise typer.Exit(code)
+
+
+def _first(value: Any) -> str:
+    """A setting as text; of a repeatable flag, such as `served_model_name`, the first value."""
+    return str(value[0] if isinstance(value, list | tuple) and value else value)
 
 
 def _tool_named(name: str) -> Tool:

@@ -222,6 +222,6 @@ def test_a_file_of_settings_is_the_servers_too(forks: Forks, home: Path) -> None
     assert printed[0].startswith(f"specdec serve --config {file} ") and printed[0].endswith("--port 8123")
     assert "--max-seq-len" not in printed[0] and "--spec-decode-algo AUTO" in printed[0]
     assert "export ANTHROPIC_MODEL=mine" in printed
-    others = ("launch", "claude", "demo-draft", *given, "--port", 8124)
+    others = ("launch", "claude", "demo", *given, "--port", 8124)
     named = forks.run(*others, environment=environment(home)).stdout.splitlines()[0]
-    assert named.startswith(f"specdec serve --model-dir demo-draft --config {file} ") and named.endswith("--port 8124")
+    assert named.startswith(f"specdec serve --model-dir demo --config {file} ") and named.endswith("--port 8124")
