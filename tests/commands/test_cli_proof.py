@@ -209,9 +209,15 @@ def int4_engine_dir(llama_dir: Path, shared: Path) -> Path:
 
 
 def test_regress_is_what_generating_again_says(
-    specdec: Specdec, answers: tuple[Path, Path], llama_engine_dir: Path, int4_engine_dir: Path, tmp_path: Path
+    specdec: Specdec,
+    answers: tuple[Path, Path],
+    llama_engine_dir: Path,
+    int4_engine_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An equal engine changes nothing; another one changes each answer where its own leaves the old one."""
+    monkeypatch.setattr("runtime.proof.regress._NUM_UNTIL_CHANGE", 5)
     page = tmp_path / "regress.html"
     flags = ["--engine-dir", int4_engine_dir, "--against", llama_engine_dir, "--new-answers", "--report", page]
     for path, params in zip(answers, ({"temperature": 0}, {"temperature": 1.2, "seed": 5}), strict=True):
@@ -226,7 +232,17 @@ def test_regress_is_what_generating_again_says(
             pairs = enumerate(zip(row["output_ids"], tokens, strict=False))
             place = next((i for i, (old, new) in pairs if old != new), None)
             assert (answer["place"], answer["new_ids"]) == (place, None if place is None else tokens)
-        assert document["total"]["num_diverged"] > 0 and document["total"]["mean_kl"] > 0
+        total = document["total"]
+        assert total["num_diverged"] > 0 and total["mean_kl"] > 0
+        until_change = ["--engine-dir", int4_engine_dir, "--until-change", "--json"]
+        short = specdec("regress", "--traces", path, *until_change).document
+        assert_valid("regress", short)
+        assert [one["place"] for one in short["answers"]] == [one["place"] for one in document["answers"]]
+        ends = [
+            len(row["output_ids"]) if one["place"] is None else one["place"] + 1
+            for one, row in zip(short["answers"], rows_of(path), strict=True)
+        ]
+        assert short["total"]["num_tokens"] == sum(ends) and short["total"]["agreement"] is None
     assert 'class="t accepted"' in page.read_text()
 
 
@@ -295,6 +311,7 @@ def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said
         ["check", empty, "./no-model"],
         ["regress", "--traces", empty, *where],
         ["regress", "--traces", empty, *where, "--max-diverged", "2 of 3"],
+        ["regress", "--traces", empty, *where, "--until-change", "--against", llama_engine_dir],
         ["fingerprint", *where, "--expect", empty],
         ["predict", "--traces", empty, "--costs", llama_engine_dir / "tokenizer.json"],
         ["run", *where, "--receipt-ids", "digests", "a"],
