@@ -26,7 +26,8 @@ from commands.summarize.rouge import rouge_scores
 from runtime.checkpoint.bundle import read_bundle
 from runtime.llm import LLM
 from runtime.proof.receipts import num_lines
-from runtime.proof.regress import Compared, Comparison, generate_new, read_old_answers
+from runtime.proof.records import in_words
+from runtime.proof.regress import Compared, Comparison, OldAnswer, generate_new, read_old_answers
 from runtime.text.text import decode, output_text, stop_words_of
 from runtime.text.traces import read_trace
 from runtime.util.errors import SpecDecError
@@ -122,6 +123,8 @@ def _asked(llm: LLM, path: Path) -> Iterator[Compared]:
     for old in read_old_answers(path, partial(read_trace, tokenizer=llm.tokenizer, vocab_size=vocab_size)):
         if old.problem is not None:
             yield Compared.refused(old, old.problem)
+        elif (problem := _other_tokenizer(old, llm)) is not None:
+            yield Compared.refused(old, problem)
         elif (foreign := max(*old.prompt, *old.output)) >= vocab_size:
             problem = f"{old.where} has a token id outside the vocabulary of {vocab_size}: {foreign}"
             yield Compared.refused(old, problem)
@@ -130,6 +133,14 @@ def _asked(llm: LLM, path: Path) -> Iterator[Compared]:
                 yield Compared.of(old, old.request(checker.request, llm.end_ids))
             except SpecDecError as error:
                 yield Compared.refused(old, f"{old.where} cannot be compared: {error.message}")
+
+
+def _other_tokenizer(old: OldAnswer, llm: LLM) -> str | None:
+    """Sentence on a receipt whose ids are of another tokenizer than this engine's: the same ids are other texts."""
+    theirs = None if old.receipt is None else old.receipt.fingerprint.tokenizer
+    if theirs is None or llm.tokenizer is None or theirs == (ours := llm.fingerprint.tokenizer):
+        return None
+    return f"{old.where} is of another tokenizer: {in_words(theirs)}, here {ours}"
 
 
 def _document(

@@ -118,12 +118,20 @@ def test_changed_and_damaged_lines_are_told_as_sentences(
     shown = " ".join(result.stdout.split())
     assert f"{len(bad) + 1} not checked, 1 exact" in shown
     assert [one for one in (bad | of_other_model).values() if one not in shown] == []
+    elsewhere = row | {"fingerprint": row["fingerprint"] | {"logits": "0" * 16, "processor": "Z80"}}
+    path.write_text(sealed(other) + sealed(elsewhere))
+    shown = " ".join(specdec("check", path, *where).stderr.split())
+    assert "1 receipt: bits differ, so these answers are checked within rounding (processor Z80, here" in shown
     path.write_text(good + "".join(f"{line}\n" for line in bad))
     result = specdec("regress", "--traces", path, *where)
     assert result.exit_code == 1 and "0 of 1 answers change" in result.stdout
     shown = " ".join(result.stderr.split()).replace(f" of {path}", "")
     for number, one in enumerate(bad.values(), 2):
         assert one.removeprefix("it ") in shown.replace(f" on line {number}", "").replace(f"`line {number}: ", "`")
+    path.write_text(good + sealed(row | {"fingerprint": row["fingerprint"] | {"tokenizer": "other"}}))
+    result = specdec("regress", "--traces", path, *where)
+    shown = " ".join(result.stderr.split())
+    assert result.exit_code == 1 and f"line 2 of {path} is of another tokenizer: other, here" in shown
     path.write_bytes(bytes(range(256)) * 50)
     result = specdec("regress", "--traces", path, *where)
     assert result.exit_code == 1
