@@ -319,11 +319,11 @@ def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said
         ["check", empty, "./no-model"],
         ["regress", "--traces", empty, *where],
         ["regress", "--traces", empty, *where, "--max-diverged", "2 of 3"],
-        ["regress", "--traces", empty, *where, "--until-change", "--against", llama_engine_dir],
         ["fingerprint", *where, "--expect", empty],
         ["predict", "--traces", empty, "--costs", llama_engine_dir / "tokenizer.json"],
         ["run", *where, "--receipt-ids", "digests", "a"],
         ["fingerprint", *where, "--expect", deep],
+        ["regress", "--traces", empty, *where, "--until-change", "--against", llama_engine_dir],
     ):
         result = specdec(*arguments)
         assert result.exit_code in (1, 2)
