@@ -145,8 +145,8 @@ class LongDrafts(Generic[Draft]):
         rows: list[Row] = []
         for draft in drafts:
             sequence = draft.sequence
-            while (num_before := len(draft.request.prompt_tokens) - 1 - sequence.num_computed) > most:
-                engine.compute_context(sequence, most)
+            while (num_before := len(draft.request.prompt_tokens) - 1 - sequence.num_computed) > engine.max_num_tokens:
+                engine.compute_context(sequence, engine.max_num_tokens)
             num_before = max(num_before, 0)
             num_tokens = min(len(sequence.tokens) - sequence.num_computed, num_before + most)
             rows.append(replace(context_row(sequence, num_tokens), num_logits=num_tokens - num_before))
