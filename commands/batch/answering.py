@@ -33,6 +33,7 @@ from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.checkpoint.tokenizer import TOKENIZER_FILES, template_files
 from runtime.drafters.spec import DraftLenMode
+from runtime.drafters.specs import AnswerDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
 from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, ServingLoop, StepFailed
@@ -341,7 +342,8 @@ def check_same_everywhere(speculation: Speculation) -> None:
     if not speculation.draws_by_probs:
         return
     shares, is_auto = speculation.shares_pool, speculation.draft_len_mode == "auto"
-    for is_so, what in ((shares, "a public pool"), (is_auto, "`--draft-len-mode auto`")):
+    has_answers = any(isinstance(drafter, AnswerDrafter) for drafter in speculation)
+    for is_so, what in ((shares, "a public pool"), (has_answers, "old answers"), (is_auto, "`--draft-len-mode auto`")):
         if is_so:
             raise UsageError(
                 f"with use_logits the drafts decide which tokens are sampled, so two runs would differ with {what}",

@@ -354,17 +354,20 @@ class EngineOptions:
         *,
         check_lossless: bool = False,
         requests_draft: bool = False,
+        answers_many: bool = False,
     ) -> EngineChoice:
         """Resolve and check the flags. SpecDecError for what does not fit together, or cannot be opened.
 
         `default_mode` None: leader mode where flags of it are given, orchestrator mode elsewhere. `requests_draft`:
-        those that come may name drafters of their own.
+        those that come may name drafters of their own. `answers_many`: some may come again.
         """
         leader = self.leader.with_config(self.speculation)
         mode = leader.mode or default_mode or leader.loop
         profile = self.speculation.find_profile(leader.drafting_flags, leader.model_dir)
         has_leader_flags = default_mode is not None or mode == "leader" or leader.are_given
-        leader_flags = leader.flags(self.engine_dir, self.speculation) if has_leader_flags else None
+        leader_flags = None
+        if has_leader_flags:
+            leader_flags = leader.flags(self.engine_dir, self.speculation, answers_many=answers_many)
         speculation, device_ids = self.speculation.resolve(leader_flags)
         choice = EngineChoice(
             self.engine_dir or Path(USUAL_ENGINE),

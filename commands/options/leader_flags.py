@@ -26,6 +26,7 @@ from runtime.drafters.specs import DRAFTERS
 from runtime.util.errors import UsageError
 
 _IN_AUTO = " and ".join(spec.description.title for spec in DRAFTERS.values() if spec.is_in_auto)
+_IN_AUTO_OF_MANY = " and ".join(spec.description.title for spec in DRAFTERS.values() if spec.is_in_auto_of_many)
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ class LeaderOptions:
         str | None,
         option(
             LEADER,
-            f"Drafter: {', '.join(algorithms())}; AUTO: {_IN_AUTO}, and the draft model or head if given.",
+            f"Drafter: {', '.join(algorithms())}; AUTO: {_IN_AUTO}, in `serve` and `batch` "
+            f"{_IN_AUTO_OF_MANY} too, and the draft model or head if given.",
             shown="no drafter",
             metavar="NAME",
         ),
@@ -257,9 +259,9 @@ class LeaderOptions:
         """Paths to read, if the models are given as directories."""
         return [Path(model) for model in (self.model_dir, *self._draft_models) if model]
 
-    def flags(self, engine_dir: Path | None, options: SpeculationOptions) -> LeaderFlags:
+    def flags(self, engine_dir: Path | None, options: SpeculationOptions, *, answers_many: bool = False) -> LeaderFlags:
         """Drafting flags. UsageError for flags of orchestrator mode, for a model and an engine in one place, or for
-        settings of an engine that is not to be built.
+        settings of an engine that is not to be built. `answers_many` as for `LeaderFlags`.
         """
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
         self.engines.check()
@@ -277,6 +279,7 @@ class LeaderOptions:
             drafts_by_copy=self.engines.self_draft is not None,
             sends_what_pays=options.draft_len_mode != "fixed" and self.mode != "orchestrator",
             model_dir=self.model_dir,
+            answers_many=answers_many,
         )
 
     def _assumed_algorithm(self, options: SpeculationOptions) -> str | None:

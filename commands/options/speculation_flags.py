@@ -17,7 +17,8 @@ from runtime.util.errors import SpecDecError, UsageError
 
 _NO_PROFILE = Path("off")
 _AUTO = "AUTO"
-"""Suffix matching, n-gram lookup where a flag of its own is given, and the models that are given."""
+"""Suffix matching, old answers where many requests are answered, n-gram lookup where a flag of its own is given, and
+the models that are given."""
 
 Drafters = Annotated[
     str | None,
@@ -44,6 +45,8 @@ class LeaderFlags:
     """True if the engine is built with a self-draft copy."""
     sends_what_pays: bool = True
     model_dir: str | None = None
+    answers_many: bool = False
+    """True for commands that answer many requests, some of which may come again."""
     has_algorithms: bool = True
     """False of a command that has no `--spec-decode-algo`."""
 
@@ -195,7 +198,12 @@ class _Flags:
         if self.leader is None:
             names = {*self.configs}
         else:
-            asked = (name for name, spec in DRAFTERS.items() if spec.is_in_auto or self._has_own_flag(spec))
+            many = self.leader.answers_many
+            asked = (
+                name
+                for name, spec in DRAFTERS.items()
+                if spec.is_in_auto or (spec.is_in_auto_of_many and many) or self._has_own_flag(spec)
+            )
             names = {*(self.configs or asked)}
             names |= {*self._with_model()}
             names |= {name for name, spec in DRAFTERS.items() if spec.needs_copy and self.leader.drafts_by_copy}

@@ -36,7 +36,9 @@ def serve(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, serve
     _check_packages()
     engine.check_is_leader("a server")
     with _kept_for_good():
-        choice = engine.choose(SamplingParams(), inputs.max_num_tokens, "leader", requests_draft=True)
+        choice = engine.choose(
+            SamplingParams(), inputs.max_num_tokens, "leader", requests_draft=True, answers_many=True
+        )
         choice = choice.with_disk(disk)
         choice.check_tokenizer()
 

@@ -27,7 +27,7 @@ from time import thread_time
 from runtime.core.request import Draft, Sequence
 from runtime.drafters.acceptance_stats import MODEL_PRIOR, AcceptanceStats
 from runtime.drafters.meter import Clock, Meter
-from runtime.drafters.protocol import CompositeDrafter, Drafter
+from runtime.drafters.protocol import CompositeDrafter, Drafter, knows
 
 IterationSeconds = Callable[[int, int, float], float]
 """(batch size, context length, mean draft length) -> seconds; `CostModel.iteration_s`."""
@@ -120,7 +120,9 @@ class AdaptiveDrafter(CompositeDrafter):
         prices = self._prices_of(sequences, max_draft_len)
         if self._meter is not None:
             self._meter.see(sequences)
-        if self._rests(prices):
+        num_known = sum([knows(self.members[0], sequence) for sequence in sequences])
+        rests = self._nothing_pays(prices) or (not num_known and self._rests(prices))
+        if rests and not self._is_asked_for_what_pays:  # who is asked for that decides itself
             self._num_off += 1
             self._count(len(sequences), prices, 0.0)
             return [Draft([])] * len(sequences)
@@ -233,10 +235,6 @@ class AdaptiveDrafter(CompositeDrafter):
         A measurement looks up all rows: after a step, which evicts everything from the caches, the first row takes
         longer than the others together. How their drafts did is counted at the next lookup.
         """
-        if self._is_asked_for_what_pays:
-            return False
-        if self._nothing_pays(prices):
-            return True
         if self._mean_gain(prices.batch_size) >= _LEAST_GAIN:
             return False
         interval = _LOOK_INTERVAL

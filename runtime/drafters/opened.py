@@ -4,6 +4,7 @@ A spec opens its drafter through an `Opener`, which the engine's side provides (
 do not import the engine.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +17,7 @@ from runtime.drafters.protocol import CompositeDrafter, Drafter
 
 if TYPE_CHECKING:
     from runtime.checkpoint.costs import CostModel
+    from runtime.drafters.answers import Answers
     from runtime.drafters.custom import GuardedDrafter
     from runtime.drafters.draft_target import DraftModel, SelfDraft
     from runtime.drafters.head_draft import HeadDraft
@@ -29,7 +31,7 @@ class OpenDrafter:
     drafter: Drafter
     max_draft_len: int | None
     """None: as long as the engine takes."""
-    pools: list[NgramPool] = field(default_factory=list)
+    pools: "Seq[NgramPool | Answers]" = field(default_factory=list)
     draft_model: "DraftModel | None" = None
     self_draft: "SelfDraft | None" = None
     head_draft: "HeadDraft | None" = None
@@ -63,6 +65,9 @@ class Opener(Protocol):
         """Costs of the target's steps; None: drafts have a fixed length."""
 
     def clock(self) -> float: ...
+
+    def answers(self) -> "Answers":
+        """The answers that were given before, those on disk too where the engine has one."""
 
     def guarded(self, drafter: "GuardedDrafter", max_draft_len: int | None) -> OpenDrafter:
         """The user's own drafter, wrapped (`runtime.drafters.custom`)."""

@@ -49,6 +49,14 @@ def look_ahead(drafter: Drafter, sequence: Sequence, drafted: list[int], max_dra
     return Draft([]) if ahead is None else ahead(sequence, drafted, max_draft_len)
 
 
+def knows(drafter: Drafter, sequence: Sequence) -> bool:
+    """True if the drafter has more than a lookup's hope, such as an old answer, by its `knows`; False without such a
+    method. It is called before each step, for every sequence, so that the drafter learns of all of them.
+    """
+    found = getattr(drafter, "knows", None)
+    return found is not None and found(sequence)
+
+
 def ask(drafter: Drafter, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
     """A draft for each sequence; SpecDecError where the drafter, which may be a user's, has another number of them."""
     drafts = drafter.propose(sequences, max_draft_len) if sequences else []
@@ -74,6 +82,9 @@ class CompositeDrafter(ABC):
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
         return max((look_ahead(one, sequence, drafted, max_draft_len) for one in self.members), key=rank_of_match)
+
+    def knows(self, sequence: Sequence) -> bool:
+        return sum([knows(member, sequence) for member in self.members]) > 0
 
     def forget(self, request_id: int) -> None:
         for member in self.members:

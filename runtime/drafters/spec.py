@@ -258,6 +258,10 @@ class DrafterSpec(ABC):
     """True if recorded outputs suffice to know what it would draft."""
     is_in_auto: ClassVar[bool] = False
     """True for the lookup that drafts where automatic choice has none named: it finds what the others find."""
+    is_in_auto_of_many: ClassVar[bool] = False
+    """True for a drafter of automatic choice where many requests are answered, in `serve` and `batch`."""
+    comes_first: ClassVar[bool] = False
+    """True for a drafter that is asked before others, which draft where it knows nothing (`AnswersFirst`)."""
     reads_states: ClassVar[bool] = False
     """True if the target's engine must be built to give hidden states."""
     needs_copy: ClassVar[bool] = False

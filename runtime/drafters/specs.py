@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from runtime.drafters.protocol import Drafter, DraftFunction
 
 __all__ = [
+    "AnswerDrafter",
     "AssistantDrafter",
     "ChainDrafter",
     "DFlashDrafter",
@@ -575,6 +576,32 @@ class GrammarDrafter(DrafterSpec):
         from runtime.drafters.under_grammar import NothingDrafted
 
         return OpenDrafter(NothingDrafted(), self.max_draft_len)
+
+
+@dataclass(frozen=True)
+class AnswerDrafter(DrafterSpec):
+    """Drafts what the same prompt, or one like it, was answered before (`runtime.drafters.answers`)."""
+
+    description = Description(
+        "answers",
+        "old answers",
+        help="Draft what the same prompt, or one like it, was answered before",
+        flag="answers_config",
+        form=_FORM_OF_LENGTH,
+        algorithm="ANSWERS",
+        is_tuned=False,
+    )
+    is_in_auto_of_many, comes_first = True, True
+
+    max_draft_len: LookupLen = 10
+
+    def open(self, opening: "Opener") -> "OpenDrafter":
+        from runtime.drafters.answers import AnswerLookup
+        from runtime.drafters.opened import OpenDrafter, adapted
+
+        answers = opening.answers()
+        lookup = adapted(AnswerLookup(answers), opening.costs, clock=opening.clock)
+        return OpenDrafter(lookup, self.max_draft_len, [answers])
 
 
 @dataclass(frozen=True)

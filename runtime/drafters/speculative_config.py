@@ -15,6 +15,7 @@ from runtime.util.errors import UsageError
 _METHODS = {
     "ngram": "NGRAM",
     "suffix": "SUFFIX",
+    "answers": "ANSWERS",
     "draft_model": "DRAFT_TARGET",
     "draft_target": "DRAFT_TARGET",
     "drafttarget": "DRAFT_TARGET",

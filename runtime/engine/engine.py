@@ -21,6 +21,7 @@ from torch import Tensor
 from runtime.checkpoint.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.checkpoint.config import EngineConfig, Share, Size, check_arguments
 from runtime.compiler.compilation import StepFunction, logits_of
+from runtime.core.answers import Answer
 from runtime.core.batch import Row, context_row, pack, split_long_rows
 from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.core.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
@@ -267,6 +268,15 @@ class Engine:
         """Wait until the K/V of released sequences are on disk."""
         if self._disk is not None:
             self._disk.flush()
+
+    def keep_answer(self, vocabulary: str, salt: str | None, answer: Answer) -> None:
+        """Keep an owner's answer on disk, if K/V are kept there, for all engines with this vocabulary."""
+        if self._used_disk is not None:
+            self._used_disk.keep_answer(vocabulary, salt, answer)
+
+    def read_answers(self, vocabulary: str, salt: str | None, after: int) -> tuple[list[Answer], int]:
+        """An owner's answers on disk that were written after row `after`, the oldest first, and the last row."""
+        return ([], after) if self._used_disk is None else self._used_disk.read_answers(vocabulary, salt, after)
 
     def clear_cache(self) -> None:
         """Forget all K/V of released sequences in memory, so that what comes next starts cold."""

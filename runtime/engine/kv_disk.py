@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.config import EngineConfig, as_json
-from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Owner, Record, Unwritable, as_bytes
+from runtime.core.answer_table import forget_answers, read_answers, write_answers
+from runtime.core.answers import Answer
+from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Found, Owner, Record, Unwritable, as_bytes
 from runtime.core.kv_cache import BlockManager, CachedBlock, KVPool
 from runtime.core.request import Sequence
 from runtime.core.states import States
@@ -159,6 +161,16 @@ class _Job:
     states: dict[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class _AnswerJob:
+    """Answers that wait to be written, each with the name of its owner, and rows that wait to be removed."""
+
+    vocabulary: str
+    answers: list[tuple[str | None, Answer]]
+    damaged: list[int] = field(default_factory=list)
+    blocks: tuple[()] = ()
+
+
 class KVDisk:
     """The disk of one engine. Its methods are called in the engine's turns, but `flush` and `close`.
 
@@ -185,7 +197,7 @@ class KVDisk:
         self._process_id = os.getpid()
         self._told: set[str] = set()
         self._is_writing = True
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_Job | _AnswerJob] = deque()
         self._waiting: dict[int, _Waiting] = {}
         self._num_copied_bytes = 0
         self._condition = threading.Condition()
@@ -351,12 +363,47 @@ class KVDisk:
                 return
             waiting = [self._wait_for(block, content) for block, content in self._blocks.publish(sequence)]
             tokens, salt = list(sequence.tokens[:num_computed]), sequence.request.cache_salt
-            self._jobs.append(_Job(salt, tokens, waiting, self._parts, dict(sequence.kept_states)))
+            self._submit(_Job(salt, tokens, waiting, self._parts, dict(sequence.kept_states)))
             sequence.kept_states.clear()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="specdec-kv-disk", daemon=True)
-                self._thread.start()
-            self._condition.notify_all()
+
+    def _submit(self, job: "_Job | _AnswerJob") -> None:
+        """Have a job done by the thread; the condition is held."""
+        self._jobs.append(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="specdec-kv-disk", daemon=True)
+            self._thread.start()
+        self._condition.notify_all()
+
+    def keep_answer(self, vocabulary: str, salt: str | None, answer: Answer) -> None:
+        """Write an owner's answer behind the loop, together with others that wait to be written."""
+        if not self._is_writing or os.getpid() != self._process_id:
+            return
+        with self._condition:
+            last = self._jobs[-1] if self._jobs else None
+            if isinstance(last, _AnswerJob) and last.vocabulary == vocabulary and len(last.answers) < _MOST_JOBS:
+                last.answers.append((salt, answer))
+            elif len(self._jobs) < _MOST_JOBS and not self._is_closed:
+                self._submit(_AnswerJob(vocabulary, [(salt, answer)]))
+
+    def read_answers(self, vocabulary: str, salt: str | None, after: int) -> tuple[list[Answer], int]:
+        """An owner's answers that were written after row `after`, the oldest first, and the last row."""
+        if os.getpid() != self._process_id:
+            return [], after
+        try:
+            if self._reader.is_replaced():
+                self._reader.reopen()
+            found = read_answers(self._reader, vocabulary, salt, after)
+        except TimeoutError:
+            return [], after
+        except (Damaged, Unwritable, SpecDecError) as error:
+            self._fail(self._reader, error)
+            return [], after
+        if found.damaged:
+            self._tell("answer", f"old answers on disk are damaged, and are left out: {self._reader.directory}")
+            with self._condition:
+                if self._is_writing and not self._is_closed:
+                    self._submit(_AnswerJob(vocabulary, [], found.damaged))
+        return found.answers, found.last
 
     def _wait_for(self, block: int, content: CachedBlock) -> _Waiting:
         waiting = self._waiting.setdefault(content.id, _Waiting(block, content, self._parts))
@@ -408,7 +455,7 @@ class KVDisk:
             finally:
                 self._forget(job)
 
-    def _next_job(self) -> _Job | None:
+    def _next_job(self) -> _Job | _AnswerJob | None:
         with self._condition:
             self._is_idle = not self._jobs
             self._condition.notify_all()
@@ -418,7 +465,7 @@ class KVDisk:
             self._is_idle = False
             return self._jobs.popleft()
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: _Job | _AnswerJob) -> None:
         with self._condition:
             for waiting in job.blocks:
                 waiting.num_jobs -= 1
@@ -426,10 +473,14 @@ class KVDisk:
                     self._waiting.pop(waiting.content.id, None)
                     self._num_copied_bytes -= sum(map(len, (waiting.data or {}).values()))
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: _Job | _AnswerJob) -> None:
         store = self._writer
         if store.is_replaced():
             store.reopen()
+        if isinstance(job, _AnswerJob):
+            forget_answers(store, job.damaged)
+            write_answers(store, job.vocabulary, job.answers)
+            return
         owner = store.make_owner(self.digest, job.salt, self._model)
         found = store.find(owner, job.tokens, self._block_size)
         names = {part.name for part in job.parts}

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import EngineConfig, StepCost
 from runtime.checkpoint.costs import CostModel
+from runtime.core.answers import Answer
 from runtime.drafters.adaptive import DraftSeconds
+from runtime.drafters.answers import Answers, AnswersFirst
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
@@ -32,6 +34,7 @@ from runtime.loop.compatibility import (
     check_parallel_engine,
 )
 from runtime.loop.step_costs import costs_when_asked_for
+from runtime.text.text import tokenizer_digest
 from runtime.util.errors import SpecDecWarning, draft_engine_errors
 
 if TYPE_CHECKING:
@@ -62,6 +65,13 @@ class Opening:
         """Seconds, by which steps are timed: the whole turn of a loop, for drafts are work outside the step too."""
         return perf_counter()
 
+    def answers(self) -> Answers:
+        if not self.engine.has_disk:
+            return Answers()
+        tokenizer, config = self.target.tokenizer, self.engine.config
+        vocabulary = config.weights_digest if tokenizer is None else tokenizer_digest(tokenizer)
+        return Answers(disk=_AnswersOnDisk(self.engine, f"{vocabulary} {config.vocab_size}"))
+
     def adapted(self, drafter: Drafter, draft_s: DraftSeconds | None = None, *, at_once: bool = False) -> Drafter:
         """Its drafts cut to what pays, where that is asked for."""
         return adapted(drafter, self.costs, draft_s, self.clock, at_once=at_once)
@@ -80,6 +90,20 @@ class Opening:
     def guarded(self, drafter: GuardedDrafter, max_draft_len: int | None) -> OpenDrafter:
         """A drafter that the user wrote, whose mistakes are told as errors of that drafter."""
         return OpenDrafter(self.adapted(drafter), max_draft_len, guarded=[drafter])
+
+
+@dataclass(frozen=True)
+class _AnswersOnDisk:
+    """Answers of all engines with the same vocabulary: an answer of another model is a draft like any other."""
+
+    engine: Engine
+    vocabulary: str
+
+    def read(self, owner: str | None, after: int) -> tuple[list[Answer], int]:
+        return self.engine.read_answers(self.vocabulary, owner, after)
+
+    def write(self, owner: str | None, answer: Answer) -> None:
+        self.engine.keep_answer(self.vocabulary, owner, answer)
 
 
 @contextmanager
@@ -179,7 +203,7 @@ def warn_of_short_blocks(config: "HeadConfig", max_draft_len: int) -> None:
 
 
 def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
-    """All of them, of which each sequence gets the draft that is worth most.
+    """All of them, of which each sequence gets the draft that is worth most; those that come first before all others.
 
     Where all are lookups their best drafts are cut to what pays, together; beside a model each cuts its own.
     """
@@ -187,13 +211,19 @@ def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
     costs = CostModel(config.step_costs, config.host_s) if config.step_costs else None
     opening_each = opening if speculation.has_model else replace(opening, costs=None)
     opened = [one.open(opening_each) for one in speculation]
-    lookups: list[Drafter] = [
-        BoundedDrafter(one.drafter, one.max_draft_len) if one.max_draft_len else one.drafter
-        for one in opened
-        if not one.is_model
-    ]
+    first, lookups = list[Drafter](), list[Drafter]()
+    for spec, one in zip(speculation, opened, strict=True):
+        if not one.is_model:
+            bounded = BoundedDrafter(one.drafter, one.max_draft_len) if one.max_draft_len else one.drafter
+            (first if spec.comes_first else lookups).append(bounded)
     models = [_drafting_model(one, config, has_costs=costs is not None) for one in opened if one.is_model]
-    chain = BestOf(lookups, models, costs.iteration_s if costs else _always_the_same, config.vocab_size)
+    chain: Drafter
+    if len(lookups) == 1 and not models:
+        (chain,) = lookups
+    else:
+        chain = BestOf(lookups, models, costs.iteration_s if costs else _always_the_same, config.vocab_size)
+    for one_before in reversed(first):
+        chain = AnswersFirst(one_before, chain)
     return OpenDrafter(
         chain if speculation.has_model else opening.adapted(chain),
         speculation.max_draft_len,

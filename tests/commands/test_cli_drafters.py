@@ -46,6 +46,11 @@ FLAGS: dict[str, tuple[list[str], list[str], list[str]]] = {
         ["--max-matching-ngram-size", "3", "--drafters", "ngram,grammar"],
         ["ngram", "grammar"],
     ),
+    "answers": (
+        [*NGRAM, "--answers-config", "[6,[0]]", "--drafters", "auto"],
+        ["--max-matching-ngram-size", "3", "--drafters", "ngram,answers"],
+        ["ngram", "answers"],
+    ),
     "self": (
         [*SELF, "--self-draft-config", "[6,[0]]"],
         [*SELF, "--spec-decode-algo", "SELF", "--spec-decode-max-draft-len", "3"],
@@ -155,6 +160,7 @@ def with_paths(request: pytest.FixtureRequest) -> Callable[[list[str]], list[str
 
 BY_DEFAULT = {
     "ranking frequent": "leader", "corpus": "orchestrator", "suffix, pool": "leader", "grammar": "leader",
+    "answers": "leader",
     "self": "orchestrator", "head": "leader", "DSpark": "orchestrator", "MTP": "leader", "assistant": "orchestrator",
     "parallel": "leader", "chain with self": "leader", "chain of all": "orchestrator",
     **dict.fromkeys(BY_SPEC, "leader"),

@@ -16,6 +16,7 @@ from command_line import Specdec, edit_json
 from sentences import Said
 from shared import record_anew
 
+from runtime.drafters.speculation import Speculation
 from specdec_cli import (
     LLM,
     DraftTargetDrafter,
@@ -79,19 +80,20 @@ def test_default_of_run(specdec: Specdec, dear_dir: Path, flags: list[str], mode
 def test_default_of_chat_and_serve(
     command: str, specdec: Specdec, dear_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses of the session do not matter here: the work is given it and ends."""
-    modes: list[str] = []
+    """Uses of the session do not matter here: the work is given it and ends. Old answers are of use to a server."""
+    found: list[Speculation] = []
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
     monkeypatch.setattr(
-        "commands.serve.work.serve_setup", lambda setup, *others: modes.append(setup.session.speculation.draft_len_mode)
+        "commands.serve.work.serve_setup", lambda setup, *others: found.append(setup.session.speculation)
     )
     monkeypatch.setattr(
         "commands.chat.work.Conversation.__init__",
-        lambda self, setup, *others: modes.append(setup.session.speculation.draft_len_mode),
+        lambda self, setup, *others: found.append(setup.session.speculation),
     )
-    for flags in ([], ["--draft-len-mode", "fixed"]):
-        specdec(command, "--engine-dir", dear_dir, *SUFFIX, *flags)
-    assert modes == ["auto", "fixed"]
+    for flags in (SUFFIX, [*SUFFIX, "--draft-len-mode", "fixed"], ["--spec-decode-algo", "AUTO"]):
+        specdec(command, "--engine-dir", dear_dir, *flags)
+    assert [one.draft_len_mode for one in found] == ["auto", "fixed", "auto"]
+    assert found[2].names == ["suffix", "answers"][: 2 if command == "serve" else 1]
 
 
 LOST = re.compile(

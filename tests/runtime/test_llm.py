@@ -27,6 +27,7 @@ from runtime.builder.profile import Figures, Profile, ProfileEngine, engine_dige
 from runtime.drafters.speculation import Speculation
 from specdec_cli import (
     LLM,
+    AnswerDrafter,
     ChainDrafter,
     DFlashDrafter,
     Draft,
@@ -319,6 +320,7 @@ CONFIGS = {
     "vLLM": ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}, NgramDrafter(4, 2)),
     "TensorRT-LLM": ({"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 2}, NgramDrafter(4, 2)),
     "suffix": ({"method": "suffix", "num_speculative_tokens": 3}, SuffixDrafter(3)),
+    "answers": ({"method": "answers"}, AnswerDrafter(10)),
     "AUTO": ({"decoding_type": "AUTO", "max_draft_len": 4}, SuffixDrafter(4)),
 }
 NO_CONFIGS = {

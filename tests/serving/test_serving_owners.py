@@ -10,6 +10,7 @@ from test_serving_metrics import samples
 
 from commands.serve.warm import warm
 from runtime.core.block_store import BlockStore
+from runtime.drafters.specs import AnswerDrafter
 from runtime.engine.engine import KVCacheConfig
 from runtime.util.errors import SpecDecError
 
@@ -68,6 +69,22 @@ def test_an_owner_finds_what_it_asked_and_nothing_else(place: str, make_served: 
     assert num_cached(served, path, body, "one") == num_cached(served, path, body, "two") == 0
     assert num_cached(served, path, body, "one") == num_cached(served, path, body, "two") > 0
     assert num_cached(served, path, body | {"cache_salt": "x"}, "one") == 0
+
+
+def test_a_client_drafts_its_own_answers_and_no_other_clients(make_served: MakeServed) -> None:
+    """Counts of drafted tokens, which a client could measure as time, by key and `cache_salt`."""
+    served = make_served(AnswerDrafter(10), api_key="one,two")
+
+    def num_drafted(key: str, **body: Any) -> int:
+        before = served.model.loop.totals.num_draft_tokens
+        asked = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12} | body
+        response = served.client.post("/v1/completions", json=asked, headers={"authorization": f"Bearer {key}"})
+        assert response.status_code == 200, response.text
+        return served.model.loop.totals.num_draft_tokens - before
+
+    for key, body in (("one", {}), ("two", {}), ("one", {"cache_salt": "x"})):
+        assert num_drafted(key, **body) == 0 < num_drafted(key, **body)
+    assert num_drafted("one", speculative=False) == 0
 
 
 @pytest.mark.parametrize("keys", [[], ["one", "two"]], ids=["all", "each key"])

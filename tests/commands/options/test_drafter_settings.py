@@ -12,7 +12,14 @@ from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
 from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
 from commands.options.speculation_flags import SpeculationOptions, parse_drafter_names
 from runtime.drafters.spec import Devices, DrafterSpec
-from runtime.drafters.specs import CustomDrafter, DraftTargetDrafter, NgramDrafter, SelfDrafter, SuffixDrafter
+from runtime.drafters.specs import (
+    AnswerDrafter,
+    CustomDrafter,
+    DraftTargetDrafter,
+    NgramDrafter,
+    SelfDrafter,
+    SuffixDrafter,
+)
 from runtime.drafters.speculation import Speculation
 from runtime.util.errors import UsageError
 
@@ -198,6 +205,8 @@ def test_lookups_are_long_where_they_send_only_what_pays() -> None:
 def test_auto_is_suffix_matching_and_what_is_given(tmp_path: Path) -> None:
     """N-gram lookup finds nothing that suffix matching does not find; a flag that only it takes asks for it."""
     assert choose(leader("AUTO")) == (SuffixDrafter(10),)
+    of_many = leader("AUTO").flags(None, SpeculationOptions(), answers_many=True)
+    assert SpeculationOptions().resolve(of_many)[0].drafters == (SuffixDrafter(10), AnswerDrafter(10))
     assert choose(leader("AUTO"), ngram_pool="public") == (SuffixDrafter(10, "public"),)
     assert choose(leader("AUTO"), ngram_ranking="recent") == (NgramDrafter(10, 2, ranking="recent"), SuffixDrafter(10))
     by_size = leader("AUTO", max_size=3)

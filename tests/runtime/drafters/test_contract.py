@@ -33,6 +33,7 @@ from runtime.drafters.protocol import Drafter
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import (
     DRAFTERS,
+    AnswerDrafter,
     AssistantDrafter,
     ChainDrafter,
     DFlashDrafter,
@@ -101,6 +102,11 @@ def with_pard_in_a_chain(make_engine_dir: Callable[..., Path], directory: Path) 
     return replace(made, drafter=ChainDrafter([NgramDrafter(4), made.drafter]))
 
 
+def with_answers_before_others(make_engine_dir: Callable[..., Path], directory: Path) -> Made:
+    made = with_draft_model(make_engine_dir, directory)
+    return replace(made, drafter=ChainDrafter([AnswerDrafter(4), SuffixDrafter(3), made.drafter]))
+
+
 def with_eagle(make_engine_dir: Callable[..., Path], directory: Path) -> Made:
     target = llama()
     head = save_eagle(make_eagle(target, states=EAGLE_READS, draft_vocab=20), directory, "speculators")
@@ -145,6 +151,8 @@ CASES: dict[str, Make] = {
     "dflash": with_block,
     "mtp": with_mtp,
     "assistant": with_assistant,
+    "answers": made_by(AnswerDrafter(4)),
+    "answers before others": with_answers_before_others,
     "chain of lookups": made_by(ChainDrafter([NgramDrafter(4), SuffixDrafter(5)])),
     "chain with a copy": made_by(ChainDrafter([NgramDrafter(4), SelfDrafter(4)]), **WITH_COPY),
     "chain with a parallel draft model": with_pard_in_a_chain,

@@ -1,0 +1,89 @@
+"""Answers that were given before, and the marks by which a prompt finds the answer that it, or one like it, got.
+
+The marks are digests: of the whole prompt, of its last 64 tokens, and of 32 of its pieces of three tokens, those with
+the smallest hashes, of which two prompts have many in common if most of their text is the same (Broder 1997). A digest
+that stands for another prompt does no harm: an old answer is a draft, which the model verifies.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.core.request import Request, Sequence
+
+TAIL = 64
+"""Last tokens of a prompt by which its answer is found too."""
+_PIECE_BYTES = 8
+_NUM_PIECES, _LONGEST_READ = 32, 1024
+_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+_GREEDY = {"temperature": 0.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "random_seed": 0, "return_index": 0}
+"""Settings that greedy answers do not depend on."""
+_SHORTEST = 2
+"""Tokens of an answer that is worth keeping: a draft of one token less saves a step."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Digests of a request. `tail` is empty where the prompt is no longer than that."""
+
+    prompt: bytes
+    tail: bytes
+    pieces: bytes
+    """8 bytes each."""
+    way: bytes
+    """Digest of how tokens are chosen: greedily, or by which seed and settings."""
+
+    @staticmethod
+    def of(request: Request) -> "Marks":
+        tokens = np.asarray(request.prompt_tokens, "<u4")
+        tail = _digest(tokens[-TAIL:].tobytes()) if len(tokens) > TAIL else b""
+        way = {**vars(request.sampling), "return_index": request.return_index}
+        if request.sampling.is_greedy:
+            way |= _GREEDY
+        return Marks(
+            _digest(tokens.tobytes()), tail, _pieces(tokens[-_LONGEST_READ:]).tobytes(), _digest(repr(way).encode())
+        )
+
+    def each_piece(self) -> list[bytes]:
+        return [self.pieces[at : at + _PIECE_BYTES] for at in range(0, len(self.pieces), _PIECE_BYTES)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of an answer, 4 bytes each, and the marks of its request."""
+
+    marks: Marks
+    tokens: bytes
+
+    @staticmethod
+    def of(sequence: Sequence, marks: Marks) -> "Answer | None":
+        """The answer of a request that ended or was left; None where there is too little of it."""
+        if sequence.num_generated < _SHORTEST:
+            return None
+        return Answer(marks, np.asarray(sequence.output_tokens, "<u4").tobytes())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+    def ids(self) -> list[int]:
+        return np.frombuffer(self.tokens, "<u4").tolist()  # type: ignore[no-any-return]
+
+
+def _pieces(tokens: "np.ndarray[tuple[int], np.dtype[np.uint32]]") -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+    """The smallest hashes of the pieces of three tokens, sorted."""
+    ids = tokens.astype(np.uint64)
+    hashes = sum((ids[i : len(ids) - 2 + i] * np.uint64(factor) for i, factor in enumerate(_FACTORS)), np.uint64(0))
+    hashes = np.atleast_1d(hashes)
+    hashes ^= hashes >> np.uint64(31)
+    hashes *= np.uint64(_FACTORS[0])
+    hashes ^= hashes >> np.uint64(29)
+    hashes.sort()
+    is_new = np.ones(len(hashes), bool)
+    np.not_equal(hashes[1:], hashes[:-1], out=is_new[1:])
+    return hashes[is_new][:_NUM_PIECES]
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
