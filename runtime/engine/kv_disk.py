@@ -29,7 +29,7 @@ from torch import Tensor
 from runtime.checkpoint.config import EngineConfig, as_json
 from runtime.core.answer_table import forget_answers, read_answers, write_answers
 from runtime.core.answers import Answer
-from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Found, Owner, Record, Unwritable, as_bytes
+from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Owner, Record, Unwritable, as_bytes
 from runtime.core.kv_cache import BlockManager, CachedBlock, KVPool
 from runtime.core.request import Sequence
 from runtime.core.states import States

@@ -124,7 +124,8 @@ class RankedStep:
         try:
             self._group = join(rendezvous, 0, model.tp_size)
             jobs = _jobs(model, rendezvous, cores, rank_devices(device.type, device_ids))
-            jobs = [job | {"memory": file} for job, file in zip(jobs, self._files or [None] * len(jobs), strict=True)]
+            files: Seq[int | None] = self._files or [None] * len(jobs)
+            jobs = [job | {"memory": file} for job, file in zip(jobs, files, strict=True)]
             try:
                 self._processes = Processes(jobs, (*rendezvous.files, *self._files), self._group.stop)
             except BaseException:
