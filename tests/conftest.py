@@ -26,7 +26,7 @@ from runtime.util.collector import collect_rarely
 
 pytest_plugins = ("sentences",)
 _QUICK_DRAFTERS = "adaptive chain drafter_protocol meter ngram pool predicted_outputs suffix"
-_QUICK_CORE = "batch kv_cache request stats verify"
+_QUICK_CORE = "batch kv_cache stats verify"
 QUICK = {
     *(f"runtime/drafters/test_{name}.py" for name in _QUICK_DRAFTERS.split()),
     *(f"runtime/core/test_{name}.py" for name in _QUICK_CORE.split()),

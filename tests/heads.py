@@ -357,22 +357,6 @@ def copy_with_mtp(model_dir: Path, directory: Path) -> Path:
     return directory
 
 
-def copy_with_chain(model_dir: Path, directory: Path, num_layers: int) -> Path:
-    """A copy of a model's directory, with MTP layers as DeepSeek names them, each with the weights of the last one."""
-    shutil.copytree(model_dir, directory)
-    tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
-    first, size, generator = config["num_hidden_layers"], config["hidden_size"], torch.Generator().manual_seed(0)
-    last = f"model.layers.{first - 1}."
-    for i in range(first, first + num_layers):
-        own = {n.replace(last, f"model.layers.{i}."): t.clone() for n, t in tensors.items() if n.startswith(last)}
-        own |= {f"model.layers.{i}.{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
-        own[f"model.layers.{i}.eh_proj.weight"] = 0.3 * torch.randn(size, 2 * size, generator=generator)
-        tensors |= own
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": num_layers}))
-    return directory
-
-
 _ASSISTANTS: dict[str, tuple[Any, Any, Any]] = {
     "gemma4_text": (Gemma4AssistantConfig, Gemma4TextConfig, Gemma4AssistantForCausalLM),
     "gemma4_unified_text": (Gemma4UnifiedAssistantConfig, Gemma4UnifiedTextConfig, Gemma4UnifiedAssistantForCausalLM),

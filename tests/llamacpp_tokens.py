@@ -18,10 +18,6 @@ from runtime.checkpoint.gguf.tokenizer import merges_by_score
 
 DATA = Path(__file__).parent / "data" / "llamacpp_tokens.json"
 REAL = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
-REAL_FILES = {
-    "smollm2": "smollm2.gguf", "gemma3": "gemma-3-270m.gguf", "deepseek_coder": "vocab-deepseek-coder.gguf",
-    "deepseek_llm": "vocab-deepseek-llm.gguf", "deepseek_r1_qwen": "vocab-deepseek-r1-qwen.gguf",
-}  # fmt: skip
 """Published files; `14d0ecb4:scripts/tools/real_vocabularies.py` makes those of DeepSeek."""
 REAL_TOKENIZERS = {
     "llama3_1": "llama-bpe", "qwen3": "qwen2", "deepseek_v3": "deepseek-v3", "gptoss": "gpt-4o", "llama2": None,
@@ -109,33 +105,3 @@ def write_gemma_4(path: Path) -> Path:
         writer.add_add_bos_token(True)
 
     return write_file(path, len(vocabulary["tokens"]), write)
-
-
-def write_real(path: Path, name: str) -> Path:
-    """A published tokenizer as llama.cpp's conversion writes it, without `add_bos_token`, as early files are."""
-    state = json.loads((REAL / f"tokenizer-{name}" / "tokenizer.json").read_text(encoding="utf-8"))
-    ids = dict(state["model"]["vocab"]) | {token["content"]: token["id"] for token in state["added_tokens"]}
-    tokens = [f"[PAD{i}]" for i in range(max(ids.values()) + 1)]
-    types = [gguf.TokenType.UNUSED] * len(tokens)
-    for token, i in ids.items():
-        is_byte = REAL_TOKENIZERS[name] is None and token.startswith("<0x") and len(token) == 6
-        tokens[i], types[i] = token, gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL
-    for token in state["added_tokens"]:
-        types[token["id"]] = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
-
-    def write(writer: gguf.GGUFWriter) -> None:
-        pre = REAL_TOKENIZERS[name]
-        writer.add_tokenizer_model("llama" if pre is None else "gpt2")
-        writer.add_token_list(tokens)
-        writer.add_token_types(types)
-        if pre is None:
-            writer.add_token_scores([-float(i) for i in range(len(tokens))])
-        else:
-            writer.add_tokenizer_pre(pre)
-            writer.add_token_merges(merges)
-        bos = {"llama3_1": "<|begin_of_text|>", "deepseek_v3": "<｜begin▁of▁sentence｜>"}.get(name)
-        if bos is not None:
-            writer.add_bos_token_id(ids[bos])
-
-    return write_file(path, len(tokens), write)

@@ -1,18 +1,11 @@
 """bench/real.py: its tables are sums over what was measured, and what was measured is kept."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from test_real_model import smollm2  # noqa: F401  # a fixture
 
-from scripts.bench import real as bench_real
 from scripts.bench import real_report
-
-ROOT = Path(__file__).parents[1]
 
 
 def record(kind: str, tpot_s: float, num_tokens: int, **given: Any) -> dict[str, Any]:
@@ -64,26 +57,3 @@ def test_ratios_are_of_the_same_prompts_and_the_mean_of_kinds() -> None:
     assert row(table["smollm2"], "llama.cpp", last=True)[1:] == ["2.00 / 1.50", "4.00 / 3.00", "3.50 / 2.62"]
     assert row(table["smollm2"], "specdec, `AUTO`", last=True)[1:] == ["2.00 / 1.20", "2.00 / 1.20", "2.00 / 1.20"]
     assert "takes 60 s to its first token" in table["smollm2"]
-
-
-@pytest.mark.slow
-def test_what_was_measured_is_not_measured_again(smollm2: Path, tmp_path: Path) -> None:  # noqa: F811
-    questions = tmp_path / "question.jsonl"
-    categories = [category for categories in bench_real.KINDS.values() for category in categories]
-    questions.write_text("".join(json.dumps({"category": c, "turns": [f"What is {c}?"]}) + "\n" for c in categories))
-    own = "--models smollm2 --systems specdec --kinds chat,rag --prompts 1 --output-len 4"
-    files = ["--json", tmp_path / "real.json", "--work-dir", tmp_path / "work", "--spec-bench", tmp_path]
-    command = [sys.executable, "-m", "scripts.bench.real", *own.split(), *files]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert first.returncode == 0, first.stderr
-    measured = json.loads((tmp_path / "real.json").read_text())
-    assert {(r["kind"], r["variant"], r["mode"]) for r in measured["records"]} == {
-        (kind, variant, mode)
-        for kind in ("chat", "rag")
-        for variant in bench_real.DRAFTING["specdec"]
-        for mode in real_report.MODES
-    }
-    assert all(1 <= r["num_output_tokens"] <= 4 and r["ttft_s"] > 0 for r in measured["records"])
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert again.stdout == first.stdout
-    assert json.loads((tmp_path / "real.json").read_text())["records"] == measured["records"]

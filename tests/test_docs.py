@@ -1,5 +1,6 @@
 """README.md and docs/ are true: flags are the commands', commands and Python run, links and names hold."""
 
+import functools
 import json
 import os
 import re
@@ -95,8 +96,14 @@ def test_every_command_has_its_flag_table() -> None:
     assert PAGES["docs/cli.md"].count("| `--ngram-config` |") == 7  # run, chat, serve, batch, summarize, tune, doctor
 
 
+@functools.cache
+def commands() -> Any:
+    """The group of all commands, which Typer takes a second to make."""
+    return typer.main.get_command(app)
+
+
 def command_names(group: Any = None, prefix: str = "") -> Iterator[str]:
-    for name, command in (group or typer.main.get_command(app)).commands.items():
+    for name, command in (group or commands()).commands.items():
         if hasattr(command, "commands"):
             yield from command_names(command, f"{prefix}{name} ")
         else:
@@ -172,7 +179,7 @@ def specdec_commands(block: str) -> Iterator[list[str]]:
 
 def parse(words: list[str]) -> None:
     """Raises what Typer raises for wrong usage. Nothing is run."""
-    command: Any = typer.main.get_command(app)
+    command = commands()
     context = command.make_context("specdec", ["run"])
     while hasattr(command, "commands"):
         assert words and words[0] in command.commands, f"no such command: {words[:1]}"
@@ -186,7 +193,7 @@ def test_flags_in_the_text_exist() -> None:
         *WITHOUT_EFFECT, *ANSWERS,
     }  # fmt: skip
     for name in command_names():
-        command: Any = typer.main.get_command(app)
+        command = commands()
         for part in name.split():
             command = command.commands[part]
         known |= {option.lstrip("-") for param in command.params for option in (*param.opts, *param.secondary_opts)}

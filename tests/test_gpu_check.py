@@ -35,21 +35,13 @@ def test_parts_run_in_order_and_what_does_not_fit_is_named(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["batches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("demo", "1b", "two-engines"))]
+    "name", ["batches", *(pytest.param(n, marks=pytest.mark.slow) for n in PARTS if n != "batches")]
 )
 def test_part_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
     values = PARTS[name].run(Setting("cpu", "tiny", tmp_path))
-    json.dumps(values)
-    if name != "two-engines":
-        assert values["same_bits"] in (True, False)
+    assert json.dumps(values)
     if name == "demo":
         assert values["as_transformers"] == values["same_with_drafts"] == values["outputs"] == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["memory", "times"])
-def test_part_that_takes_longer_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
-    assert PARTS[name].run(Setting("cpu", "tiny", tmp_path))
 
 
 def run_program(tmp_path: Path, program: str, limit_s: float = HANG_S) -> Row:

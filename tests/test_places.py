@@ -155,16 +155,3 @@ def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path, llama_engine_dir: P
     assert found["report"] and found["help"] and found["serve"]
     assert "--echo-config '[10]'" in found["tune"]
     assert found["profile"] == {"name": "echo", "max_draft_len": 2, "loudness": 1, "pool": "private"}
-
-
-@pytest.mark.slow
-def test_its_tests_are_there_by_its_spec(tree: Path) -> None:
-    """No table of tests names it, and no sentence: those that hold for every drafter have it."""
-    (contract,) = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_contract.py"))
-    chosen = "(greedy_output_is and echo and leader) or names_of_drafters"
-    command = [sys.executable, "-m", "pytest", "--slow", "-v", "--show-capture=no", "-p", "no:cacheprovider"]
-    command += ["-k", chosen, str(contract), "tests/commands/options/test_drafter_settings.py"]
-    done = subprocess.run(command, cwd=tree, capture_output=True, encoding="utf-8")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"{contract}::test_greedy_output_is_hugging_faces[echo-leader] PASSED" in done.stdout, done.stdout
-    assert "test_unknown_names_of_drafters_list_the_known" in done.stdout

@@ -2,13 +2,10 @@
 
 import os
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-
-from runtime.checkpoint.bundle import read_engine_config
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "real_model.sh"
 NO_INDEX = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
@@ -57,46 +54,3 @@ def test_another_file_than_expected_is_refused(tmp_path: Path) -> None:
     done = fetch(directory, **NO_INDEX, PIP_FIND_LINKS=str(index))
     assert done.returncode == 1 and "holds another file than expected" in done.stderr
     assert list(directory.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_first_minute_of_the_readme_goes_on_with_it(smollm2: Path, tmp_path: Path) -> None:
-    """A chat by the file's own template, and drafts that change no token.
-
-    Hugging Face's logits of this answer are at least 1.0 apart. France is no question for this model: behind its own
-    system message "The" and "L'Étoile" are 0.08 apart, and llama.cpp answers with the latter.
-    """
-    run = [sys.executable, "-m", "specdec_cli"]
-    common = ["--model-dir", str(smollm2), "--max-output-len", "24"]
-    chat = subprocess.run(
-        [*run, "chat", *common, "--temperature", "0"],
-        input="What is the capital of Japan?\n",
-        capture_output=True,
-        text=True,
-    )
-    assert chat.returncode == 0 and "The capital of Japan is Tokyo." in chat.stdout, chat.stderr
-    text = "<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n<|im_start|>assistant\n"
-    drafted = subprocess.run(
-        [*run, "run", *common, "--input-text", text, "--ngram-config", "10,2", "--check-lossless"],
-        capture_output=True,
-        text=True,
-    )
-    assert drafted.returncode == 0 and "lossless check passed" in drafted.stdout + drafted.stderr, drafted.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
-def test_gemma_is_itself_with_a_cache_of_8_bits_without_a_compiler(kv_cache: str, tmp_path: Path) -> None:
-    """Compared as its build checks do, against transformers with the same cache."""
-    gemma = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser() / "gemma-3-270m.gguf"
-    if not gemma.is_file():
-        pytest.skip(f"Gemma 3 270M is absent: {gemma}")
-    run, checkpoint = [sys.executable, "-m", "specdec_cli"], str(tmp_path / "checkpoint")
-    for command in (
-        ["convert", "--model-dir", str(gemma), "--output-dir", checkpoint, "--kv-cache-dtype", kv_cache],
-        ["build", "--checkpoint-dir", checkpoint, "--output-dir", str(tmp_path / "engine"), "--compiler", "none"],
-    ):
-        done = subprocess.run([*run, *command], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    check = read_engine_config(tmp_path / "engine").logits_check
-    assert check.relative_difference < check.tolerance == 0.05

@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +20,7 @@ from scripts.campaigns.kill import Campaign
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     forks.import_all()
-    # `tune` takes the longest, and `batch` has kills of its own (tests/commands/test_cli_batch.py).
-    return Campaign(tmp_path_factory.mktemp("kill"), without=["tune", "batch"])
+    return Campaign(tmp_path_factory.mktemp("kill"), without=["tune"])  # which takes the longest
 
 
 @pytest.mark.slow
@@ -83,54 +80,10 @@ def test_planted_fault_is_found(
     assert any(found in problem for problem in faulty.kill(0))
 
 
-WRITE = """
-import sys
-from pathlib import Path
-from runtime.util.files import new_file
-
-path, data = Path(sys.argv[1]), b"new" * 20_000_000
-print(flush=True)
-"""
-
-
 @pytest.fixture(scope="module")
 def slow_disk() -> Iterator[dict[str, str]]:
     with kill.slow_disk() as environment:
         yield environment
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("written", "is_whole"),
-    [("with new_file(path, replace=True) as new: new.write_bytes(data)", True), ("path.write_bytes(data)", False)],
-)
-def test_a_slow_disk_shows_what_is_half_written(
-    written: str, is_whole: bool, slow_disk: dict[str, str], tmp_path: Path
-) -> None:
-    """Killed when there is something new in the directory; it writes for three seconds more."""
-    path, sizes = tmp_path / "written", set()
-
-    def sizes_now() -> set[int]:
-        return {size for file in tmp_path.rglob("*") if file.is_file() and (size := size_of(file)) is not None}
-
-    for _ in range(6):
-        path.write_bytes(b"old")
-        command = [sys.executable, "-c", WRITE + written, path]
-        with subprocess.Popen(command, env=slow_disk, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None and process.stdout.readline()
-            wait_until(lambda: sizes_now() != {3})
-            process.kill()
-        sizes.add(path.stat().st_size)
-        for left in set(tmp_path.iterdir()) - {path}:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-    assert (sizes <= {3, 60_000_000}) == is_whole
-
-
-def size_of(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
 
 
 @pytest.fixture

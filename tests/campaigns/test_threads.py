@@ -1,8 +1,5 @@
 """Several engines, threads and runs in one process: the same outputs, and an error where two cannot share."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +10,7 @@ import torch
 from sentences import Said
 from shared import MakeEngineDir
 from tiny import make_model
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel
 from waiting import HANG_S
 
 from runtime.checkpoint.config import BuildConfig
@@ -21,14 +18,12 @@ from runtime.core.params import SamplingConfig
 from runtime.core.request import Request
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
 from runtime.util.errors import SpecDecError
 from scripts.campaigns.cases import TARGET, VOCAB_SIZE
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, one_by_one
 
-ROOT = Path(__file__).parents[2]
 LOOPS: list[Any] = [orchestrator, scheduler]
 
 
@@ -50,28 +45,6 @@ def outputs(steps: Iterator[Any]) -> dict[int, list[int]]:
 
 def expected(requests: list[Request]) -> dict[int, list[int]]:
     return {request.id: one_by_one(TARGET, request) for request in requests}
-
-
-@pytest.mark.parametrize("loop", [LOOPS[1], pytest.param(LOOPS[0], marks=pytest.mark.slow)])
-def test_engines_in_threads_have_the_outputs_of_one(loop: Any) -> None:
-    """Each with its own drafter, every other one with a draft model; all start at once."""
-    found: dict[int, dict[int, list[int]]] = {}
-    barrier = threading.Barrier(4)
-
-    def run(number: int) -> None:
-        draft_model = DraftModel(make_engine(ExactModel(2, VOCAB_SIZE)), VOCAB_SIZE, use_logits=False)
-        drafter: Drafter = draft_model if number % 2 else NgramLookup(2)
-        engine = make_engine(max_tokens=100)
-        barrier.wait()
-        found[number] = outputs(loop.generate(engine, make_requests(number), drafter, 4))
-        engine.check_books()
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {number: expected(make_requests(number)) for number in range(4)}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -133,36 +106,6 @@ def test_engines_of_one_directory_in_threads_have_the_outputs_of_one(llama_uncom
     for thread in threads:
         thread.join()
     assert found == dict.fromkeys(range(4), alone)
-
-
-@pytest.mark.slow
-def test_engines_built_by_threads_at_once_are_those_of_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Compiled, in a process that has imported nothing yet, while others open what is there."""
-    for name, num_layers in (("one", 1), ("two", 2)):
-        model = make_model("llama", vocab_size=len(tokenizer), num_hidden_layers=num_layers)
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    program = f"""
-import threading
-from runtime.llm import LLM
-failures, found = [], {{}}
-barrier = threading.Barrier(4)
-def answer(number, name):
-    barrier.wait()
-    try:
-        with LLM(name, max_seq_len=64) as llm:
-            found[number] = (llm.bundle.config.build_config.compiler, llm.bundle.config.batch_invariant)
-    except BaseException as error:
-        failures.append(repr(error))
-names = [{str(tmp_path / "one")!r}, {str(tmp_path / "two")!r}] * 2
-threads = [threading.Thread(target=answer, args=one) for one in enumerate(names)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-assert not failures, failures
-assert found == dict.fromkeys(range(4), ("aot", True)), found
-"""
-    environment = os.environ | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, cwd=ROOT)
 
 
 def test_models_opened_in_threads_are_whole(make_engine_dir: MakeEngineDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,7 @@
 """Drafters as users may write them, for `--drafter custom_drafters:…`: good ones, and one for each way to go wrong."""
 
 import gc
-import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,21 +72,6 @@ class MixesUpBlocks(_Drafter):
             if sequence.num_generated == 4:
                 sequence.block_table.reverse()
         return [Draft([]) for _ in sequences]
-
-
-class LosesItsWay(_Drafter):
-    """Knows the outputs in a file, and up to a context of 40 tokens proposes them. Beyond it is always wrong."""
-
-    def __init__(self) -> None:
-        self.outputs = json.loads(Path(os.environ["SPECDEC_TEST_OUTPUTS"]).read_text())
-
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return [Draft(self.continuation(sequence.tokens)) for sequence in sequences]
-
-    def continuation(self, tokens: list[int]) -> list[int]:
-        known = next(output for output in self.outputs if output[: len(tokens)] == tokens)
-        following = known[len(tokens) : len(tokens) + 1]
-        return following if len(tokens) < 40 else [(token + 1) % VOCAB_SIZE for token in following]
 
 
 class DamagesWeights(_Drafter):

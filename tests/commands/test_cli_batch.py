@@ -1,28 +1,20 @@
 """`specdec batch`: a line for each request, the same bytes with any drafter and after any kill, and clear errors."""
 
-import errno
 import fcntl
 import json
 import os
-import random
 import signal
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 from command_line import PROMPTS, Result, Specdec, draft_model, tree
 from gate import Gate
 from sentences import Said
-from tiny import hf_greedy
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waiting import wait_until
 
-from commands.serve.asking import _DEFAULT_MAX_TOKENS
 from runtime.drafters.ngram import NgramLookup
 from scripts.campaigns import forks
 
@@ -134,16 +126,6 @@ def test_every_request_has_its_result_in_order(undisturbed: bytes) -> None:
         assert row["response"]["status_code"] == 400 and row["response"]["body"] == {"error": row["error"]}
 
 
-def test_greedy_results_are_hugging_faces(
-    batch: Batch, tmp_path: Path, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    rows = [openai(f"{i}", prompt=prompt, temperature=0, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
-    assert batch(rows, "--ngram-config", "4,2").exit_code == 0
-    for prompt, row in zip(PROMPTS, results(tmp_path / "results.jsonl"), strict=True):
-        expected = hf_greedy(llama, tokenizer(prompt)["input_ids"], _DEFAULT_MAX_TOKENS, -1)
-        assert texts(row) == [tokenizer.decode(expected, skip_special_tokens=True)]
-
-
 def test_lines_of_different_owners_have_keys_and_values_of_their_own(
     batch: Batch, specdec: Specdec, tmp_path: Path
 ) -> None:
@@ -189,59 +171,6 @@ def test_auto_drafts_the_answers_of_earlier_lines(batch: Batch, tmp_path: Path) 
     assert round(steps["AUTO"]) <= round(steps["SUFFIX"] / 3 + 2 * 8)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--ngram-config", "4,2"],
-        ["--suffix-config", "4", "--ngram-pool", "public", "--max-num-tokens", 4],
-        ["draft model"],
-    ],
-    ids=str,
-)
-def test_results_are_the_same_bytes_with_any_drafter(
-    flags: list[object], batch: Batch, undisturbed: bytes, tmp_path: Path, draft_engine_dir: Path
-) -> None:
-    if flags == ["draft model"]:
-        flags = draft_model(draft_engine_dir)
-    if "auto" not in flags:
-        flags = [*flags, "--draft-len-mode", "fixed"]
-    result = batch(requests(), *flags, "--json")
-    # By what steps took when the engine was built, perhaps beside other work, no draft may pay.
-    assert result.document["num_draft_tokens"] > 0 or "auto" in flags
-    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
-
-
-@pytest.mark.slow
-def test_ten_kills_at_random_moments_leave_no_trace(
-    undisturbed: bytes, llama_uncompiled_dir: Path, tmp_path: Path
-) -> None:
-    """Some whenever it is, while the model is opened or at the very end, and some when some have been answered."""
-    write(tmp_path / "requests.jsonl", requests())
-    partial = tmp_path / "results.jsonl.partial"
-    rng, num_killed, num_lines = random.Random(7), 0, []
-    while num_killed < 10:
-        (directory := tmp_path / f"gate {len(num_lines)}").mkdir(exist_ok=True)
-        gate = Gate(directory, num_steps=20) if num_killed % 2 else None  # of 8 to 16 tokens each; four at once
-        process = start(arguments(llama_uncompiled_dir), tmp_path, gate)
-        if gate:
-            wait_for(lambda gate=gate: gate.is_reached, process)
-        else:
-            time.sleep(rng.uniform(0, 0.5))
-        os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
-        if not os.WIFSIGNALED(status):  # it was done before it was killed: once more from the beginning
-            assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
-            (tmp_path / "results.jsonl").unlink()
-            continue
-        num_killed += 1
-        num_lines.append(partial.read_bytes().count(b"\n") if partial.exists() else -1)
-    assert finish(start(arguments(llama_uncompiled_dir), tmp_path), tmp_path) == 0
-    assert any(0 < number < 24 for number in num_lines), num_lines
-    assert (tmp_path / "results.jsonl").read_bytes() == undisturbed
-    names = [name for name in tree(tmp_path) if not name.startswith("gate ")]
-    assert names == ["errors", "requests.jsonl", "results.jsonl"]
-
-
 @pytest.mark.parametrize("torn", [b"", b'{"id":"batch_req_0","custom_id":"request 9', b"\0" * 50])
 def test_a_torn_line_is_done_again(torn: bytes, batch: Batch, undisturbed: bytes, tmp_path: Path) -> None:
     """Tear a line as a power failure does; a line that follows a torn one is not believed either."""
@@ -285,17 +214,6 @@ def test_failures_from_before_a_resumption_are_counted(batch: Batch, tmp_path: P
     assert sum(row["error"] is not None for row in results(tmp_path / "results.jsonl")) == 2
 
 
-def test_what_a_process_left_that_was_killed_as_it_ended_is_removed(
-    batch: Batch, undisturbed: bytes, tmp_path: Path
-) -> None:
-    """The results have their name, and the directory that they were written in was still there."""
-    (tmp_path / "results.jsonl").write_bytes(undisturbed)
-    (tmp_path / "results.jsonl.partial").write_bytes(undisturbed)
-    (tmp_path / ".results.jsonl.1f92f607.tmp").mkdir()
-    assert batch(requests()).exit_code == 0
-    assert tree(tmp_path) == ["requests.jsonl", "results.jsonl"]
-
-
 def test_requests_may_be_added(batch: Batch, undisturbed: bytes, tmp_path: Path) -> None:
     assert batch(requests()[:10]).exit_code == 0
     assert batch(requests(), "--json").document["num_done_before"] == 10
@@ -328,22 +246,6 @@ def test_a_file_of_something_else_is_left_alone(name: str, batch: Batch, tmp_pat
     assert result.exit_code == 1
     said(result, "1")
     assert (tmp_path / name).read_text() == "my notes\n"
-
-
-def test_a_disk_without_locks_is_one_error(
-    said: Said, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or two processes could write the same results: as Linux answers on a network's disk whose server has no locks."""
-
-    def lockless(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("commands.batch.lines.fcntl.flock", lockless)
-    result = batch(requests())
-    assert result.exit_code == 1
-    said(result)
-    assert result.stderr.count("\n") == 2
-    assert tree(tmp_path) == ["requests.jsonl"]
 
 
 def test_results_that_another_process_writes_are_refused(batch: Batch, tmp_path: Path, said: Said) -> None:
@@ -443,39 +345,3 @@ def test_a_request_that_breaks_its_step_fails_alone(batch: Batch, current_direct
     assert batch(rows, output="without.jsonl").exit_code == 0
     without = results(tmp_path / "without.jsonl")
     assert [texts(row) for row in found if not row["error"]] == [texts(row) for i, row in enumerate(without) if i != 5]
-
-
-def ranks_of_this_process() -> list[int]:
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid() and b"parallel.worker" in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-    return found
-
-
-@pytest.mark.slow
-def test_a_rank_that_ends_is_no_requests_result(specdec: Specdec, llama_dir: Path, tmp_path: Path, said: Said) -> None:
-    """The job ends with the error, and the same command goes on with what has no result."""
-    ckpt, engine, output = tmp_path / "ckpt", tmp_path / "engine", tmp_path / "results.jsonl"
-    assert specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--tp-size", 2).exit_code == 0
-    sizes = ["--max-batch-size", 4, "--max-input-len", 64, "--max-seq-len", 128]
-    build = ["build", "--checkpoint-dir", ckpt, "--output-dir", engine, "--compiler", "none", *sizes]
-    assert specdec(*build).exit_code == 0
-    rows = [openai(f"{i}", prompt=f"{PROMPTS[0]} {i}", max_tokens=20, ignore_eos=True) for i in range(200)]
-    batch = ["batch", "-i", write(tmp_path / "requests.jsonl", rows), "-o", output, "--engine-dir", engine]
-
-    def kill_a_rank() -> None:
-        wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("results.jsonl*")))
-        for pid in ranks_of_this_process():
-            os.kill(pid, signal.SIGKILL)
-
-    killer = Thread(target=kill_a_rank)
-    killer.start()
-    ended = specdec(*batch)
-    killer.join()
-    assert ended.exit_code == 1
-    said(ended, "1", "2", "SIGKILL")
-    assert specdec(*batch).exit_code == 0
-    assert [len(texts(row)) for row in results(output)] == [1] * len(rows)

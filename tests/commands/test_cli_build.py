@@ -1,11 +1,8 @@
 """`convert` and `build`: each option changes what is written or said."""
 
 import getpass
-import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,9 +27,6 @@ def build(specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path) -> Comma
     """`build(…)`: `specdec build` of the tiny Llama into `tmp_path / "engine"`, without compiling."""
     where = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", "none"]
     return lambda *arguments: specdec("build", *where, "--max-input-len", 64, *arguments)
-
-
-DRAFTS = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 6]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
@@ -66,18 +60,6 @@ def test_force_replaces_what_specdec_wrote(
     assert tree(tmp_path) == [name for name in before if "left-over" not in name]
 
 
-def built(tmp_path: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((tmp_path / "engine" / "config.json").read_text())
-    return config
-
-
-def test_max_seq_len_grows_by_the_draft_length(build: Command, tmp_path: Path) -> None:
-    assert build("--max-seq-len", 128, *DRAFTS).exit_code == 0
-    config = built(tmp_path)["build_config"]
-    assert (config["max_seq_len"], config["max_draft_len"]) == (134, 6)
-    assert config["speculative_decoding_mode"] == "draft_tokens_external"
-
-
 def test_lengths_are_by_default_what_the_model_has(
     specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path
 ) -> None:
@@ -87,32 +69,12 @@ def test_lengths_are_by_default_what_the_model_has(
     assert "input 255, input + output 256 tokens" in result.stdout and "up to 10 tokens" in result.stdout
 
 
-@pytest.mark.slow
-def test_the_first_commands_work_as_they_are_written_in_an_empty_directory(
-    specdec: Specdec, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
-) -> None:
-    """The lines of `scripts/first_commands.sh`, and what they wrote is not written over."""
-    monkeypatch.chdir(tmp_path)
-    lines = (Path(__file__).parents[2] / "scripts" / "first_commands.sh").read_text().splitlines()
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("specdec ")]
-    results = {command[0]: specdec(*command) for command in commands}
-    assert [result.exit_code for result in results.values()] == [0, 0, 0, 0], [r.stderr for r in results.values()]
-    assert [*results] == ["convert", "build", "run", "summarize"]
-    said(results["run"])
-    assert 'Input [Text 0]: "Born in north-east France' in results["run"].stdout
-    assert "accuracy check passed" in results["summarize"].stdout
-    before = tree(tmp_path)
-    for command in commands[:2]:
-        assert specdec(*command).exit_code == 1
-    assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize("flags", [["--quantization", "int4"], ["--qformat", "int8_wo", "--kv-cache-dtype", "int8"]])
 def test_a_model_is_quantized_as_convert_and_build_do_it(
-    flags: list[str], specdec: Specdec, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+    specdec: Specdec, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     """The same engine, by one command or by three."""
     monkeypatch.chdir(tmp_path)
+    flags = ["--qformat", "int8_wo", "--kv-cache-dtype", "int8"]
     run = [PROMPT, "--max-output-len", 12, "--end-id", 299, "--ngram-config", "4,2", "--mode", "leader", "--json"]
     at_once = specdec("run", llama_dir, *run, "--compiler", "none", *flags).document
     assert specdec("convert", llama_dir, *flags).exit_code == 0
@@ -121,41 +83,12 @@ def test_a_model_is_quantized_as_convert_and_build_do_it(
     assert ids_of(at_once) == ids_of(built_before)
     for key in ("build_config", "quantization", "dtype"):
         assert at_once["engine"][key] == built_before["engine"][key], key
-    assert at_once["engine"]["quantization"]["quant_algo"] == ("W8A16" if "int8_wo" in flags else "W4A16")
+    assert at_once["engine"]["quantization"]["quant_algo"] == "W8A16"
     save_gguf(tmp_path / "model.gguf", Q.Q4_0)
     (tmp_path / "ids.csv").write_text("5,6")
     again = specdec("run", "model.gguf", "--input-file", "ids.csv", "--compiler", "none", *flags[:2])
     assert again.exit_code == 1
     said(again, "GGUF", "`--quantization`")
-
-
-def test_tokens_per_block_does_not_change_the_output(build: Command, specdec: Specdec, tmp_path: Path) -> None:
-    texts = set()
-    for tokens_per_block in (1, 64):
-        assert build("--tokens-per-block", tokens_per_block, *DRAFTS, "--force").exit_code == 0
-        arguments = ["--engine-dir", tmp_path / "engine", "--input-text", PROMPT, "--max-output-len", 30]
-        texts.add(specdec("run", *arguments, "--ngram-config", "[6,2,[0]]", "--quiet").stdout)
-    assert len(texts) == 1
-
-
-@pytest.mark.parametrize(("max_batch_size", "num_groups"), [(2, 2)])
-def test_prompts_beyond_max_batch_size_run_in_groups(
-    build: Command, specdec: Specdec, tmp_path: Path, max_batch_size: int, num_groups: int
-) -> None:
-    assert build("--max-batch-size", max_batch_size).exit_code == 0
-    prompts = [argument for text in (PROMPT, "One day", "The dog") for argument in ("--input-text", text)]
-    arguments = ["--engine-dir", tmp_path / "engine", *prompts, "--max-output-len", 4, "--end-id", 0]
-    document = specdec("run", *arguments, "--json").document
-    assert document["total"]["num_steps"] == 12
-    assert document["total"]["num_iterations"] == 4 * num_groups
-
-
-def test_engine_names_what_it_was_built_for(build: Command, tmp_path: Path) -> None:
-    result = build("--device", "cpu")
-    environment = built(tmp_path)["environment"]
-    assert environment["device"] == "cpu"
-    assert environment["torch"] == torch.__version__
-    assert f"cpu ({environment['capability']}), torch {torch.__version__}" in result.stdout
 
 
 def test_phases_are_named_on_stderr_and_timed_on_stdout(build: Command) -> None:

@@ -13,8 +13,7 @@ from sentences import Said
 from waiting import HANG_S
 
 import runtime.util.cache
-from runtime.builder.engine_cache import EngineSettings, engine_of_checkpoint, engine_of_model
-from runtime.checkpoint.bundle import read_bundle
+from runtime.builder.engine_cache import EngineSettings, engine_of_model
 from runtime.util.cache import used_entry
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
@@ -102,22 +101,6 @@ def test_what_a_process_is_making_stays(cache: Path, specdec: Specdec) -> None:
     assert names(cache) == ["oldest-1"]
 
 
-def test_an_engine_is_in_use_while_it_is_open_and_was_used_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specdec: Specdec, llama_uncompiled_dir: Path,
-    llama_checkpoint_dir: Path,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
-    build = read_bundle(llama_uncompiled_dir).config.build_config
-    with engine_of_checkpoint(llama_checkpoint_dir, build) as engine_dir:
-        os.utime(engine_dir, (0, 0))
-    with engine_of_checkpoint(llama_checkpoint_dir, build) as again:
-        assert again == engine_dir and engine_dir.stat().st_mtime > 1e9
-        specdec("cache", "prune", "--max-size", 0)
-        assert read_bundle(engine_dir).config.build_config == build
-    assert specdec("cache", "prune", "--max-size", 0).exit_code == 0 and not engine_dir.exists()
-    assert not list((tmp_path / "cache" / "engines").glob(".*"))
-
-
 def test_engines_of_one_model_share_their_weights_and_the_oldest_go(
     llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specdec: Specdec, said: Said
 ) -> None:
@@ -167,13 +150,6 @@ def test_no_size_is_wrong_usage(size: str, cache: Path, specdec: Specdec, said: 
     assert result.exit_code == 2
     said(result, "`--max-size`", size)
     assert names(cache) == sorted(SIZES)
-
-
-def test_a_cache_that_is_not_there_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, specdec: Specdec) -> None:
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "none"))
-    assert specdec("cache", "list", "--json").document["engines"] == []
-    assert "0 engines removed" in specdec("cache", "prune", "--max-size", "1G").stdout
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_cache_that_others_may_write_is_refused(cache: Path, specdec: Specdec, said: Said) -> None:

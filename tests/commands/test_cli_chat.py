@@ -15,8 +15,6 @@ from tiny import hf_greedy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from runtime.engine.engine import Engine
-from runtime.text.chat import ChatTemplate
-from runtime.util.errors import SpecDecError
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'cat' %}{{ raise_exception('what role?') }}{% endif %}"
@@ -170,13 +168,6 @@ def test_an_answer_goes_to_its_own_end_or_says_where_it_was_cut(
         said(result.stderr)
 
 
-def test_tokenizer_without_a_template_is_one_error(specdec: Specdec, llama_engine_dir: Path, said: Said) -> None:
-    for command in (["chat"], ["run", "The dog", "--apply-chat-template"]):
-        result = specdec(*command, "--engine-dir", llama_engine_dir)
-        assert result.exit_code == 1
-        said(result)
-
-
 def test_run_takes_texts_and_messages_as_conversations(
     specdec: Specdec, engine_dir: Path, own: PreTrainedTokenizerFast, llama: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -227,15 +218,6 @@ def with_template(engine_dir: Path, directory: Path, template: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("template", FAILING)
-def test_template_that_fails_is_our_error(template: str, engine_dir: Path, tmp_path: Path, said: Said) -> None:
-    """Templates come with models: they are not trusted, and fail in all the ways of a program."""
-    found = ChatTemplate(with_template(engine_dir, tmp_path / "own", template), {"model_type": "llama"})
-    with pytest.raises(SpecDecError) as error:
-        found.render([{"role": "user", "content": "The dog"}])
-    said(error)
-
-
 def test_template_that_fails_is_one_error_of_every_command(
     specdec: Specdec, engine_dir: Path, tmp_path: Path, type_lines: TypeLines
 ) -> None:
@@ -252,21 +234,6 @@ def test_template_that_fails_is_one_error_of_every_command(
     assert specdec("batch", "-i", lines, "-o", tmp_path / "out.jsonl", *template).exit_code == 0
     error = json.loads((tmp_path / "out.jsonl").read_text())["response"]
     assert error["status_code"] == 400 and wrong in error["body"]["error"]["message"]
-
-
-def test_flags_of_run_that_mean_nothing_here_are_not_ignored(
-    specdec: Specdec, engine_dir: Path, type_lines: TypeLines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = specdec("chat", "--engine-dir", engine_dir, "--num-return-sequences", 2)
-    assert result.exit_code == 2 and "`--num-return-sequences 2`" in result.stderr
-    modes = []
-    monkeypatch.setattr(
-        "commands.chat.work.Conversation.hear", lambda self, line: modes.append(self.setup.session.mode)
-    )
-    for mode in ("orchestrator", "leader"):
-        type_lines("The dog")
-        assert specdec("chat", "--engine-dir", engine_dir, "--mode", mode).exit_code == 0
-    assert modes == ["orchestrator", "leader"]
 
 
 TOOL_TEMPLATE = (

@@ -144,13 +144,6 @@ def test_mistake_is_one_clear_error_and_leaves_nothing(
     assert after == before
 
 
-def test_force_replaces_a_corpus_even_a_damaged_one(specdec: Specdec, directory: Path) -> None:
-    specdec(*shlex.split(CREATE + "--text text.txt"))
-    damage(directory, "c")
-    assert specdec(*shlex.split(CREATE + "--traces traces.jsonl --force")).exit_code == 0
-    assert documents("c")[0] == [5, 6, 7, 8, 9]
-
-
 def test_answers_given_before_are_drafted_from_a_corpus_of_them(
     run: Callable[..., Result], specdec: Specdec, directory: Path, llama_engine_dir: Path
 ) -> None:

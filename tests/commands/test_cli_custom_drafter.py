@@ -58,14 +58,6 @@ def test_module_is_found_in_the_current_directory(run: Run, current_directory: P
     assert tree(current_directory) == before
 
 
-def test_finished_requests_are_forgotten(run: Run, current_directory: Path) -> None:
-    source = REPEATER.replace("        pass", "        print(f'forgot {request_id}')")
-    module(current_directory, "my_drafter", source)
-    arguments = [*each("--input-text", PROMPTS), "--max-output-len", 3, "--quiet"]
-    stdout = run(*arguments, "--drafter", "my_drafter:Repeater").stdout
-    assert [line for line in stdout.splitlines() if line.startswith("forgot")] == [f"forgot {i}" for i in range(5)]
-
-
 def assert_one_error(result: Result, exit_code: int, said: Said, *values: str) -> None:
     assert result.exit_code == exit_code, result.stderr
     assert result.stdout == ""
@@ -121,17 +113,3 @@ def test_module_that_exits_is_one_error_too(run: Run, current_directory: Path, s
 )
 def test_drafter_that_cannot_be_used_is_one_error(run: Run, factory: str, words: tuple[str, ...], said: Said) -> None:
     assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, said, *words)
-
-
-@pytest.mark.parametrize("factory", ["rewrites_a_token"])
-def test_drafter_that_edits_a_sequence_is_one_error(run: Run, factory: str, said: Said) -> None:
-    """`tokens = sequence.tokens; tokens += …` is soon written, and would be output that no model generated."""
-    assert_one_error(run("--drafter", f"custom_drafters:{factory}", "--max-output-len", 6), 1, said, "custom_drafters")
-
-
-def test_where_a_drafter_failed_is_shown_with_debug(run: Run, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
-    monkeypatch.setenv("SPECDEC_DEBUG", "1")
-    with pytest.raises(Exception) as raised:
-        run("--drafter", "custom_drafters:Raises", "--max-output-len", 6)
-    said(raised, "KeyError")
-    assert isinstance(raised.value.__cause__, KeyError)

@@ -210,8 +210,6 @@ def hot(directory: Path) -> None:
 
 
 WRONG_CONFIG = [
-    case(RUN + "--ngram-config [10]", 2, "2", "3", "[10]", "[10,2,[0]]"),
-    case(RUN + "--ngram-config [10,2,[3]]", 2, "3"),
     case(RUN + "--ngram-config [11,2,[0]]", 1, "10", "11", "--max-draft-len"),
     case(
         RUN.replace("engine ", "engine-plain ") + "--ngram-config [4,2,[0]]",
@@ -220,7 +218,6 @@ WRONG_CONFIG = [
         "--speculative-decoding-mode",
         "draft_tokens_external",
     ),
-    case(RUN + "--suffix-config [11,[0]]", 1, "10", "11"),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-ranking best", 2),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-corpus articles.jsonl", 1, "articles.jsonl"),
     case(SUMMARIZE + "--ngram-pool public", 2, "`--ngram-pool`", "public", "`--ngram-config`"),
@@ -231,8 +228,6 @@ WRONG_CONFIG = [
         "recent",
         "`--spec-decode-algo NGRAM`",
     ),
-    case(RUN + "--ngram-config [4,2,[0]] --suffix-config [4,[0]]", 2, "together", "`--drafters auto`"),
-    case(SUMMARIZE + "--drafters ngram", 2, "`--ngram-config`", "ngram", "[10,2,[0]]"),
     case(
         RUN + "--kv-cache-enable-block-reuse --disable-kv-cache-reuse",
         2,
@@ -243,10 +238,8 @@ WRONG_CONFIG = [
     case(RUN + "--use-py-session", 2, "`--use-py-session`"),
     case(RUN + "--streaming --json", 2, "`--streaming`", "`--json`"),
     case(RUN + "--streaming-interval 3", 2, "`--streaming-interval`", "`--streaming`", "3"),
-    case(RUN + "--spec-decode-algo MEDUSA", 2, "MEDUSA", "NGRAM", "SUFFIX", "DRAFT_TARGET"),
     case(RUN + "--spec-decode-algo NGRAM --ngram-config [4,2,[0]]", 2, "`--spec-decode-algo`", "`--ngram-config`"),
     case(RUN + "--ngram-config 4,2 --mode both", 2, "`--mode`", "both"),
-    case(RUN + "--spec-decode-algo DRAFT_TARGET", 2, "`--draft-model-dir`"),
     case(
         RUN + "--spec-decode-algo DRAFT_TARGET --draft-model-dir model --draft-engine-dir draft",
         2,
@@ -255,22 +248,15 @@ WRONG_CONFIG = [
     ),
     case(RUN + "--model-dir model", 2, "`--model-dir`", "`--engine-dir`", "model"),
     case(RUN + "--max-seq-len 64", 2, "`--max-seq-len`", "`--model-dir`", "64"),
-    case("run --model-dir model --max-seq-len 100000 --input-text a", 1, "max_seq_len", "--max-seq-len"),
-    case("run --model-dir ckpt --input-text a", 1),
     case("run --model-dir model --check-lossless --input-text a", 2),
-    case(RUN + "--end-id 300", 1, "300"),
     case(RUN + "--ngram_konfig x", 2, "--ngram-konfig"),
-    case("runn", 2, "runn"),
     case("summarize --engine-dir engine --test-hf", 2, "`--hf-model-dir`"),
     case("summarize --engine-dir engine --test-hf --hf-model-dir model --check-accuracy", 2, "`--check-accuracy`"),
     case(SUMMARIZE + "--batch-size 5 --spec-decode-algo NGRAM --mode orchestrator", 1, "4", "5", "`--mode leader`"),
-    case(SUMMARIZE + "--mode orchestrator --disable-kv-cache-reuse", 2, "`--mode leader`"),
     case(SUMMARIZE + "--num-workers 2", 2, "`--num-workers`", "2"),
     case(BUILD + "--speculative-decoding-mode draft_tokens_external --max-draft-len 0", 2),
     case(BUILD + "--max-draft-len 4 --speculative-decoding-mode none", 2, "`--max-draft-len 4`", "none"),
     case(BUILD + DRAFTS + "--use-paged-context-fmha disable", 2, "--use-paged-context-fmha"),
-    case(BUILD + "--tokens-per-block 24", 2, "24"),
-    case(BUILD + "--max-seq-len 64", 1, "64"),
     case(BUILD + "--max-seq-len 257", 1, "256", "257", "`--max-seq-len 256`"),
     case(CONVERT + "--tp-size 3", 1, "3", "4", "llama"),
 ]
@@ -278,7 +264,6 @@ WRONG_CONFIG = [
 NO_INPUT = RUN.replace("--input-text 'The dog' ", "")
 LONG = "x" * 97
 PROMPTS = [
-    case(NO_INPUT + "--input-text ''", 1, "''"),
     case(
         NO_INPUT + f"--input-text {LONG}", 1, "max_input_len", "96", "97", "`--max-input-length`",
         "`specdec build --max-input-len`", "`--model-dir`", "`--max-seq-len`",
@@ -289,41 +274,31 @@ PROMPTS = [
         RUN + "--max-output-len 159", 1, "160", "159",
         "`--max-output-len`", "`specdec build --max-seq-len`", "`--model-dir`",
     ),
-    case(NO_INPUT + "--input-file in.txt", 1, "2", "in.txt", damage=file("in.txt", b"a\n\xff\n")),
-    case(NO_INPUT + "--input-file in.csv", 1, "300", damage=file("in.csv", "3,300\n")),
     case(
         NO_INPUT + "--input-file in.jsonl", 1, "1", "`prompt`", "`prompt_ids`", "`messages`",
         damage=file("in.jsonl", '{"text": "a"}'),
     ),
-    case(NO_INPUT + "--input-file ids.npy", 1, damage=array),
-    case(RUN + "--input-file in.txt", 2, "`--input-file`", damage=file("in.txt", "a")),
     case(RUN + "--max-tokens-in-paged-kv-cache 4", 1, "4"),
-    case(RUN + "--tokenizer-dir empty", 1, "empty", damage=lambda d: (d / "empty").mkdir()),
-    case(RUN + "--output-csv engine", 1, "engine"),
     case(RUN + "--output-npy /proc/ids.npy", 1, "/proc/ids.npy"),
     case(RUN + "--output-traces none/t.jsonl", 1, "none/t.jsonl"),
     case(RUN + "--output-traces engine/t.jsonl", 2, "engine/t.jsonl"),
     case(RUN + "--output-traces ids.csv --output-csv ids.csv", 2, "ids.csv"),
     case(SUMMARIZE + "--output-traces articles.jsonl", 2, "articles.jsonl"),
-    case(SUMMARIZE + "--output-traces o/hf.out --output-dir o", 2, "o/hf.out"),
     case(
         SUMMARIZE + "--report my.html --ngram-config [4,2,[0]] --ngram-corpus my.html", 2,
         "my.html", damage=file("my.html", ""),
     ),
     case(SUMMARIZE + "--output-traces ckpt/t --tokenizer-dir ckpt", 2, "ckpt/t"),
-    case(RUN + "--output-csv ckpt/ids.csv --tokenizer-dir ckpt", 2, "ckpt/ids.csv"),
     case(
         SUMMARIZE.replace("--test-engine", "--test-hf --hf-model-dir model") + "--output-traces t.jsonl", 2,
         "`--output-traces`", "`--test-engine`",
     ),
     case(RUN + "--output-logits-npy none/x.npy", 1, "none/x_generation.npy"),
     case(RUN + "--output-logits-npy ''", 2, "`--output-logits-npy`", "''"),
-    case(RUN + "--output-logits-npy .", 1),
     case(
         RUN + "--output-generation-logits", 1, "logits_generation.npy",
         damage=lambda d: (d / "logits_generation.npy").mkdir(),
     ),
-    case(SUMMARIZE + "--output-dir articles.jsonl", 1, "articles.jsonl"),
     case(SUMMARIZE + "--output-dir /proc/out", 1, "/proc/out"),
 ]  # fmt: skip
 
@@ -346,22 +321,8 @@ DRAFTERS = [
     ),
     case(RUN + drafting("draft", "[[0],[0],4,False,1]"), 2, "1", "4", "[4,[0],[0],False]"),
     case(RUN + drafting("draft", "[4,[0],[0,1],True]"), 2, "tp_size", "1", "2", "[0, 1]"),
-    case(RUN + drafting("draft", "[4,[7],[0],True]"), 2, "7"),
-    case(RUN + drafting("draft", "[4,[0],[7],True]"), 2, "7"),
     case(RUN + drafting("draft", "[11,[0],[0],True]"), 1, "10", "11", "--max-draft-len"),
-    case(
-        RUN.replace("engine ", "engine-plain ") + drafting("draft"), 1, "4",
-        "--speculative-decoding-mode", "draft_tokens_external",
-    ),
-    case(RUN.replace("engine ", "engine-plain ") + OWN, 1, "--max-draft-len", "10"),
-    case(RUN + drafting("none"), 1, "none", "`specdec build`"),
     case(RUN + drafting("ckpt"), 1, "ckpt", "`specdec build`"),
-    case(RUN + drafting("draft"), 1, "draft/config.json", damage=without("draft/config.json")),
-    case(RUN + drafting("draft"), 1, "draft/config.json", damage=truncated("draft/config.json")),
-    case(
-        RUN + drafting("draft"), 1, "draft/rank0.safetensors",
-        damage=without("draft/rank0.safetensors"),
-    ),
     case(
         RUN + drafting("draft"), 1, "draft/rank0.safetensors",
         damage=truncated("draft/rank0.safetensors"),
@@ -369,9 +330,6 @@ DRAFTERS = [
     case(
         RUN + drafting("draft"), 1, "`draft`", "1.13.0",
         damage=edited("draft/config.json", environment__torch="1.13.0"),
-    ),
-    case(
-        RUN + drafting("draft"), 1, "draft/tokenizer.json", damage=truncated("draft/tokenizer.json")
     ),
     case(
         RUN + drafting("draft-other", "[4,[0],[0],True]"), 1, "280", "300",
@@ -387,11 +345,6 @@ DRAFTERS = [
     case(
         RUN + drafting("draft-short"), 1, "0", "9",
         "8", "`--max-seq-len`",
-    ),
-    case(RUN + drafting("draft-narrow"), 1, "0", "max_input_len", "1"),
-    case(
-        SUMMARIZE + drafting("draft-narrow"), 1, "3", "articles.jsonl",
-        "max_input_len", "1",
     ),
     case(RUN + drafting("draft") + "--max-tokens-in-paged-kv-cache 4", 1, "4"),
     case(
@@ -411,15 +364,8 @@ def without_x(directory: Path) -> None:
 
 SAMPLING = [
     case(RUN + "--temperature warm", 2, "`--temperature`", "warm"),
-    case(RUN + "--min-p 2", 2, "0", "1", "2.0"),
-    case(RUN + "--no-repeat-ngram-size -1", 2, "0", "-1"),
-    case(RUN + "--repetition-penalty -1.2", 2, "0", "-1.2"),
     case(RUN + "--show-tokens --quiet", 2, "`--show-tokens`"),
-    case(RUN + "--temperature nan", 2, "0", "nan"),
-    case(RUN + "--top-k -2", 2, "top_k", "0", "-2"),
     case(RUN + "--top-k 301", 1, "`--top-k`", "300", "301"),
-    case(RUN + "--top-p 0", 2, "top_p", "0", "1", "0.0"),
-    case(RUN + "--random-seed x", 2, "--random-seed"),
     case(RUN + "--stop-words ''", 2, "`--stop-words`", "''"),
     case(RUN + "--bad-words '<pad>'", 2, "`--bad-words`", "'<pad>'"),
     case(
@@ -427,9 +373,7 @@ SAMPLING = [
         damage=without_x,
     ),
     case(RUN + "--stop-words a", 1, "`--tokenizer-dir`", damage=no_tokenizer),
-    case(RUN + "--bad-words a", 1, "`--tokenizer-dir`", damage=no_tokenizer),
     case(RUN + "--check-lossless", 2, "`--check-lossless`", "--ngram-config"),
-    case(SUMMARIZE + "--check-lossless", 2, "`--check-lossless`"),
     case(
         SUMMARIZE.replace("--test-engine", "--test-hf --hf-model-dir model") + NGRAM + "--check-lossless", 2,
         "`--check-lossless`", "`--test-engine`",
@@ -439,57 +383,35 @@ SAMPLING = [
 MODELS = [
     case(CONVERT.replace(" model", " nobody/nothing"), 1, "nobody/nothing", "demo-draft"),
     case(CONVERT.replace(" model", " 'no such: model'"), 1, "model"),
-    case(CONVERT, 1, "model/config.json", damage=without("model/config.json")),
     case(CONVERT, 1, "model/config.json", damage=truncated("model/config.json")),
     case(CONVERT, 1, "`model_type`", damage=edited("model/config.json", model_type=None)),
     case(CONVERT, 1, "martian", damage=edited("model/config.json", model_type="martian")),
     case(CONVERT, 1, "model/config.json", "0", damage=edited("model/config.json", num_attention_heads=0)),
-    case(CONVERT, 1, "model/config.json", "-32", damage=edited("model/config.json", hidden_size=-32)),
     case(CONVERT, 1, "encoder-decoder", damage=edited("model/config.json", model_type="t5")),
     case(CONVERT, 1, "model/model.safetensors", damage=without("model/model.safetensors")),
-    case(CONVERT, 1, "model/model.safetensors", damage=truncated("model/model.safetensors")),
     case(CONVERT, 1, "model/model.safetensors", damage=file("model/model.safetensors", "")),
     case(
         CONVERT, 1, "model/pytorch_model.bin", "save_pretrained",
         damage=moved("model/model.safetensors", "model/pytorch_model.bin"),
     ),
-    case(CONVERT, 1, "`weight_map`", damage=index('{"weight_map": 5}')),
-    case(CONVERT, 1, "`weight_map`", damage=index('{"weight_map": {"a": 5}}')),
     case(
         CONVERT, 1, "model/lost.safetensors",
         damage=index('{"weight_map": {"a": "lost.safetensors"}}'),
     ),
     case(CONVERT.replace(" out ", " engine "), 1, "engine", "`--force`"),
-    case(CONVERT.replace(" out ", " model ") + "--force", 1, "model"),
-    case(CONVERT.replace(" out ", " /proc/out "), 1, "/proc"),
 ]  # fmt: skip
 
 CHECKPOINTS = [
     case(BUILD.replace(" ckpt", " model"), 1, "`specdec convert --model-dir model`"),
-    case(BUILD, 1, "ckpt/config.json", damage=without("ckpt/config.json")),
-    case(BUILD, 1, "ckpt/config.json", damage=truncated("ckpt/config.json")),
     case(BUILD, 1, "dtype", damage=edited("ckpt/config.json", dtype=None)),
-    case(BUILD, 1, "dtype", "'int3'", damage=edited("ckpt/config.json", dtype="int3")),
-    case(BUILD, 1, "99", damage=edited("ckpt/config.json", format_version=99)),
-    case(BUILD, 1, "colour", damage=edited("ckpt/config.json", colour="red")),
-    case(BUILD, 1, "`model_type`", damage=edited("ckpt/config.json", pretrained_config={})),
-    case(BUILD, 1, "ckpt/rank0.safetensors", damage=without("ckpt/rank0.safetensors")),
     case(BUILD, 1, "ckpt/rank0.safetensors", damage=truncated("ckpt/rank0.safetensors")),
     case(BUILD, 1, "ckpt/rank0.safetensors", "lacks", damage=recorded(foreign_weights("ckpt/rank0.safetensors"))),
     case(BUILD, 1, damage=edited("ckpt/config.json", pretrained_config__intermediate_size=64)),
-    case(BUILD.replace(" out ", " engine "), 1, "engine", "`--force`"),
-    case(BUILD.replace(" out ", " model ") + "--force", 1, "model"),
 ]
 
 ENGINES = [
-    case(RUN.replace(" engine ", " ckpt "), 1, "ckpt", "`specdec build`"),
-    case(RUN, 1, "engine/config.json", damage=without("engine/config.json")),
-    case(RUN, 1, "engine/config.json", damage=truncated("engine/config.json")),
-    case(RUN, 1, "vocab_size", damage=edited("engine/config.json", vocab_size=None)),
-    case(RUN, 1, "build_config", "'x'", damage=edited("engine/config.json", build_config__max_batch_size="x")),
     case(RUN, 1, "model_type", damage=edited("engine/config.json", pretrained_config={})),
     case(RUN, 1, "martian", damage=edited("engine/config.json", pretrained_config__model_type="martian")),
-    case(RUN, 1, "engine/rank0.safetensors", damage=without("engine/rank0.safetensors")),
     case(
         RUN, 1, "engine/rank0.safetensors",
         "`specdec build`", damage=truncated("engine/rank0.safetensors"),
@@ -501,11 +423,9 @@ ENGINES = [
         RUN, 1, "engine/tokenizer.json",
         damage=lambda d: swap_two_ids(d / "engine" / "tokenizer.json"),
     ),
-    case(RUN, 1, "engine/tokenizer.json", damage=without("engine/tokenizer.json")),
     case(RUN, 1, "saved_tokenizer.json", damage=flipped("engine/saved_tokenizer.json")),
     case(RUN, 1, "rank0.safetensors", damage=edited("engine/config.json", files=[])),
     case(RUN, 1, "num_bytes", "0", damage=lambda d: wrong_size(d / "engine" / "config.json")),
-    case(RUN, 1, "generation_config.json", damage=truncated("engine/generation_config.json")),
     case(RUN, 1, damage=no_tokenizer),
     case(
         "summarize --engine-dir engine --dataset articles.jsonl --test-hf --hf-model-dir model", 1,
@@ -526,10 +446,6 @@ MODEL = "run --model-dir model --input-text a "
 
 EMPTY_VALUES = [
     case("run --engine-dir '' --input-text a", 2, "`--engine-dir`", "''"),
-    case(RUN + "--tokenizer-dir=", 2, "`--tokenizer-dir`", "''"),
-    case(RUN + "--ngram-config ''", 2, "`--ngram-config`", "''"),
-    case(SUMMARIZE + "--text-column ''", 2, "`--text-column`", "''"),
-    case("compare '' b.json", 2, "''"),
     case("corpus merge --output new.corpus '' ''", 2, "''"),
     case("run --engine-dir engine a ''", 1, "2", "''"),
 ]
@@ -541,29 +457,17 @@ PLACES = [
     case(SUMMARIZE + "--test-hf --hf-model-dir gguf/m.gguf", 1, "`gguf/m.gguf`", damage=gguf_only),
     case(CONVERT + "--use-weight-only --qformat int4", 2, "`--qformat int4`"),
     case(CONVERT + "--qformat int4 --group-size 48", 2, "`--group-size`", "32", "64", "128", "-1", "48"),
-    case(CONVERT + "--group-size 64", 2, "`--group-size`", "`--qformat int4`"),
-    case(CONVERT + "--quantize-lm-head", 2, "`--quantize-lm-head`"),
     case(CONVERT + "--activations int8", 1),
     case(CONVERT + "--qformat fp8 --activations int8", 2, "--qformat", "fp8"),
     case(BUILD + DRAFTS + "--self-draft int4 --self-draft-group-size 0", 2, "0", "64"),
-    case(BUILD + "--quality-text none", 1, "none"),
     case(BUILD + "--quality-text notes.txt", 1, "`--quality-text`"),
     case(SUMMARIZE + "--rouge1-max-loss 1", 2, "`--rouge1-max-loss 1`", "`--check-accuracy`"),
-    case(SUMMARIZE + "--check-accuracy --rouge1-max-loss 1", 2, "`--test-hf`"),
-    case(CONVERT.replace(" model", " engine"), 1, "engine"),
     case(CONVERT.replace(" model", " http://x/y"), 1, "http://x/y"),
-    case(BUILD.replace(" out ", " ckpt ") + "--force", 1),
     case("run --model-dir model/config.json --input-text a", 1, "model/config.json"),
     case(RUN + "--profile engine/config.json", 1, "engine/config.json"),
     case(RUN + "--report r.pdf", 2, "`--report`", "r.pdf", "`--report r.html`"),
-    case(RUN + "--report engine/r.html", 2, "engine/r.html"),
-    case(RUN + "--output-npy engine/x.npy", 2, "engine/x.npy"),
-    case(NO_INPUT + "--input-file nothing", 2, "nothing"),
-    case(NO_INPUT + "--input-file model/model.safetensors", 2),
     case(NO_INPUT + "--input-file in.txt", 1, "in.txt", damage=lambda d: (d / "in.txt").mkdir()),
     case(SUMMARIZE + "--output-dir engine/out", 2, "`--output-dir`", "engine/out"),
-    case(SUMMARIZE + "--dataset 'a b/c d'", 1, "b/c"),
-    case(SUMMARIZE + "--dataset d.parquet", 1, "d.parquet", damage=file("d.parquet", "x" * 99)),
     case(
         SUMMARIZE + "--dataset d.parquet", 1, "d.parquet",
         damage=file("d.parquet", "PAR1" + "x" * 99),
@@ -576,54 +480,34 @@ PLACES = [
     ),
     case(CHAT, 1, "engine"),
     case("tune --engine-dir engine-plain --input-text a", 1),
-    case(TUNE + "--output engine/p.json", 2, "engine/p.json"),
-    case("compare model/model.safetensors notes.txt", 1, "model/model.safetensors"),
-    case("corpus merge --output new.corpus notes.txt ./notes.txt", 2, "notes.txt"),
-    case("corpus merge --output new.corpus notes.txt", 2, "notes.txt"),
-    case(CREATE, 2),
-    case(CREATE + "--text nothing", 2, "nothing"),
-    case(CREATE + "--text articles.jsonl", 1, "1", "articles.jsonl", "`text`"),
-    case(CREATE + "--text notes.txt --output notes.txt", 2, "notes.txt"),
     case(CREATE + "--text notes.txt --output articles.jsonl --force", 1),
-    case(CREATE.replace("model", "nothing") + "--text notes.txt", 1, "nothing"),
 ]  # fmt: skip
 
 NUMBERS = [
     case(RUN + "--max-output-len -1", 2, "`--max-output-len`", "1", "-1"),
-    case(RUN + "--max-output-len 1.5", 2, "`--max-output-len`", "1.5"),
     case(RUN + f"--max-output-len {10**22}", 1, f"+ {10**22}"),
     case(RUN + "--logprobs 3", 2, "`--logprobs`", "3", "`--json`"),
     case(RUN + "--logprobs 301 --json", 1, "300", "301"),
     case(RUN + "--num-return-sequences 1000000000", 2, "1024", "1000000000"),
     case(RUN + "--kv-cache-free-gpu-memory-fraction 1.5", 2, "1.0", "1.5"),
-    case(RUN + "--kv-cache-free-gpu-memory-fraction nan", 2, "kv-cache-free-gpu-memory-fraction"),
     case(RUN + f"--max-tokens-in-paged-kv-cache {10**14}", 1, "free", "`--max-tokens-in-paged-kv-cache`"),
     case(RUN + "--draft-len-mode auto", 2, "`--draft-len-mode auto`"),
-    case(RUN + "--ngram-config 4,2,[0,1]", 2, "tp_size", "1", "2", "[0, 1]"),
-    case(RUN + drafting("draft", "[4,[0,1],[0],True]"), 2, "tp_size", "1", "2", "[0, 1]"),
     case(MODEL + f"--max-seq-len {2**30}", 1, "max_seq_len", "256"),
     case(MODEL + "--ngram-config 300,2", 2, "256", "300"),
-    case(SUMMARIZE + "--output-len 160", 1, "160"),
     case(BUILD + "--max-input-len 128", 1, "max_seq_len", "128"),
     case(CONVERT + "--pp-size 2", 2, "--pp-size", "2"),
     case(TUNE + "--max-output-len 500", 1, "1", "2", "500"),
-    case(TUNE + "--end-id 300", 1, "`--end-id`", "300"),
 ]  # fmt: skip
 
 TOGETHER = [
-    case("run --help-me", 2, "--help-me", "`--help`"),
     case("corpus nonsense", 2, "`nonsense`"),
     case("compare a.json", 2, "`B.json`"),
-    case("build --checkpoint-dir ckpt --output-dir out extra", 2),
     case(RUN + "another --input-file notes.txt", 2, "`--input-file`"),
     case(RUN + "--show-tokens --json", 2, "`--show-tokens`", "JSON"),
     case(RUN + "--apply-chat-template", 1, "engine"),
     case(RUN + "--drafter os:nothing", 1, "os:nothing", "…"),
-    case(RUN + "--drafter os:getcwd", 1, "`os:getcwd`"),
     case(RUN + "--ngram-config 4,2 --draft-model-dir model", 2, "`--spec-decode-algo DRAFT_TARGET`", "model"),
     case(CHAT + "--num-return-sequences 2", 2, "`--num-return-sequences 2`"),
-    case(SUMMARIZE + "--text-column id --reference-column id", 2, "id"),
-    case(SUMMARIZE + "--reference-column none", 1, "`none`", "`--reference-column`"),
     case(SUMMARIZE + "--eval-task question", 1, "`--text-column`"),
     case(BUILD + "--dtype float16", 2, "--dtype"),
 ]
@@ -655,7 +539,6 @@ HAND_EDITED = [
         )
     ],
     case(RUN, 1, damage=file("engine/config.json", b"\x00\xff")),
-    case(RUN, 1, "NoneType", damage=file("engine/config.json", "null")),
     case(
         RUN, 1, "`eos_token_id`", "'x'",
         damage=file("engine/generation_config.json", '{"eos_token_id": "x"}'),
@@ -697,9 +580,7 @@ HAND_EDITED = [
     case(BUILD, 1, "ckpt/tokenizer.json", "SHA-256", damage=flipped("ckpt/tokenizer.json")),
     case(BUILD, 1, "rank0.safetensors", damage=edited("ckpt/config.json", files=[])),
     case("verify model", 1, damage=edited("model/config.json", model_type=None)),
-    case("verify engine", 1, "engine/config.json", damage=truncated("engine/config.json")),
     case("verify /dev/null", 1, "/dev/null"),
-    case(BUILD, 1, "ckpt/rank0.safetensors", damage=recorded(file("ckpt/rank0.safetensors", ""))),
     case(BUILD, 1, "ckpt/rank0.safetensors", damage=recorded(file("ckpt/rank0.safetensors", "x" * 5000))),
     *[
         case(CONVERT, 1, *words, damage=by_hand("model/config.json", **change))
@@ -713,7 +594,6 @@ HAND_EDITED = [
         )
     ],
     case(CONVERT, 1, "index.json", damage=index("{")),
-    case(CONVERT, 1, "index.json", "list", damage=index("[]")),
 ]  # fmt: skip
 
 
@@ -830,23 +710,22 @@ def test_mistake_is_one_clear_error_and_leaves_nothing(
     assert tree(directory) == before
 
 
-@pytest.mark.parametrize("command", [CONVERT, BUILD, RUN + drafting("draft"), SUMMARIZE + drafting("draft"), RUN + OWN])
 def test_the_table_starts_from_commands_that_work(
-    command: str, specdec: Specdec, directory: Path, equal_draft_engine_dir: Path
+    specdec: Specdec, directory: Path, equal_draft_engine_dir: Path
 ) -> None:
     shutil.copytree(equal_draft_engine_dir, directory / "draft")
-    assert specdec(*shlex.split(command)).exit_code == 0
+    for command in (CONVERT, BUILD.replace(" out ", " built "), SUMMARIZE + drafting("draft"), RUN + OWN):
+        assert specdec(*shlex.split(command)).exit_code == 0
 
 
 @pytest.mark.parametrize(("name", "value"), [("torch", "1.13.0"), ("device", "cuda")])
-@pytest.mark.parametrize("engine", ["engine", pytest.param("engine-plain", marks=pytest.mark.slow)])
 def test_engine_for_another_machine_names_both_and_the_command_that_rebuilds_it(
-    specdec: Specdec, directory: Path, name: str, value: str, engine: str, said: Said
+    specdec: Specdec, directory: Path, name: str, value: str, said: Said
 ) -> None:
     """The command, with the checkpoint put in, makes an engine that runs."""
     if name == "device" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    (directory / engine).rename(directory / "the engine")
+    (directory / "engine").rename(directory / "the engine")
     config_file = directory / "the engine" / "config.json"
     built = json.loads(config_file.read_text())
     here = built["environment"][name]

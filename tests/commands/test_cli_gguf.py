@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 from runtime.builder.engine_cache import EngineSettings
 from runtime.checkpoint.config import BuildConfig
-from specdec_cli import LLM, DraftTargetDrafter, SamplingParams, SpecDecWarning
 
 PROMPT = "The little dog had a red ball. The"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %} The"
@@ -78,29 +77,6 @@ def test_chat_finds_the_template_in_the_file(
     assert tokenizer.decode(expected, skip_special_tokens=True) in result.stdout
 
 
-def test_python_takes_a_file(made: tuple[Path, list[int]]) -> None:
-    model, expected = made
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(model, max_seq_len=96, dtype="float32") as llm:
-        drafter = DraftTargetDrafter(model, max_draft_len=3)
-        assert llm.generate(PROMPT, params)[0].token_ids == expected
-        assert llm.generate(PROMPT, params, drafter=drafter)[0].token_ids == expected
-        assert llm.chat_template.source == TEMPLATE
-
-
-def test_gemma_3_is_hugging_faces(tmp_path: Path, said: Said) -> None:
-    """Past its window several times, in layers of both kinds; norms without the 1 that the file has in them."""
-    model = gguf_model("gemma3")
-    model.load_state_dict(save_gguf(tmp_path / "model.gguf", Q.F32, architecture="gemma3"), strict=False)
-    prompt = [1 + i * 7 % 30 for i in range(40)]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    with pytest.warns(SpecDecWarning) as warned:
-        llm = LLM(tmp_path / "model.gguf", max_seq_len=96, dtype="float32")
-    said(warned)
-    with llm:
-        assert llm.generate(prompt, params)[0].token_ids == hf_greedy(model, prompt, 24, model.config.vocab_size - 1)
-
-
 def test_a_file_is_verified_as_far_as_its_headers_tell(
     specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
@@ -133,21 +109,14 @@ def test_text_for_a_file_whose_tokens_are_not_known_is_refused_before_it_is_buil
         writer.kv_data[0]["tokenizer.ggml.pre"].value = "smollm9"
 
     path = bare
-    if kind == "a directory without":
-        path = tmp_path / "model"
-        gguf_model("llama", len(tokenizer)).save_pretrained(path)
     if kind == "pre-tokenizer":
         path = tmp_path / "new.gguf"
         save_gguf(path, Q.F32, vocab_size=len(tokenizer), edit=write)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     for command, *flags in (
         ("run", "--input-text", PROMPT, *SIZES),
-        ("serve", "--port", 0, *SIZES),
         ("batch", "-i", tmp_path / "rows.jsonl", "-o", tmp_path / "results.jsonl", *SIZES),
         ("summarize", "--test-engine", *SIZES),
-        ("tune", "--input-text", PROMPT, *SIZES),
-        ("doctor", *SIZES),
-        ("doctor", "--input-text", PROMPT, *SIZES),
     ):
         refused = specdec(command, "--model-dir", path, *flags)
         assert refused.exit_code == 1 and not (tmp_path / "cache" / "engines").exists(), refused.stderr
@@ -182,26 +151,6 @@ def test_tokenizer_is_taken_of_a_file(
     path, expected = made
     models = ["--model-dir", bare, "--tokenizer-dir", path, *SIZES]
     assert tokenizer.decode(expected, skip_special_tokens=True) in ask(specdec, tmp_path, *models)
-
-
-def test_corpus_of_a_files_tokenizer_is_the_corpus_of_that_tokenizer(
-    specdec: Specdec, made: tuple[Path, list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """And traces of text are replayed by it."""
-    tokenizer.save_pretrained(tmp_path / "saved")
-    (tmp_path / "text.txt").write_text(PROMPT)
-    for name, source in (("a", made[0]), ("b", made[0].parent), ("c", tmp_path / "saved")):
-        create = ["corpus", "create", "--output", tmp_path / name, "--text", tmp_path / "text.txt"]
-        assert specdec(*create, "--tokenizer-dir", source).exit_code == 0
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == (tmp_path / "c").read_bytes()
-    (tmp_path / "traces.jsonl").write_text(json.dumps({"prompt": PROMPT, "output": f" {PROMPT}"}) + "\n")
-    tune = ["tune", "--traces", tmp_path / "traces.jsonl", "--json", "--tokenizer-dir"]
-    counts = ("num_generated_tokens", "num_draft_tokens", "num_accepted_draft_tokens")
-    found = [
-        [[candidate["total"][name] for name in counts] for candidate in specdec(*tune, place).document["candidates"]]
-        for place in (made[0], tmp_path / "saved")
-    ]
-    assert found[0] == found[1] and found[0][0][0] > 0
 
 
 @pytest.mark.parametrize("command", ["run", "serve", "corpus create"])

@@ -8,17 +8,37 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import assert_valid
+from command_line import Result, assert_valid, ids_of
 from hub_stand_in import Hub, running_hub
 from huggingface_hub import constants
 from quantized import Q, save_gguf
 from sentences import Said
+from waiting import HANG_S
 
 from commands.options.model_word import may_be_model
 from runtime.checkpoint.hub import download, gguf_models
 from runtime.util.errors import SpecDecError
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
+PROGRAM = """
+import contextlib, io, json, sys
+from huggingface_hub import constants
+from runtime.checkpoint.hub import download
+from specdec_cli.app import main
+
+ends = []
+for line in json.load(sys.stdin):
+    constants.HF_HUB_OFFLINE = line[0] == "offline"
+    download.cache_clear()
+    sys.argv, out, errors, code = ["specdec", *line[constants.HF_HUB_OFFLINE :]], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    ends.append((code, out.getvalue(), errors.getvalue()))
+json.dump(ends, sys.stdout)
+"""
+Commands = Callable[..., list[Result]]
 
 
 @pytest.fixture
@@ -28,18 +48,19 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def specdec_of_hub(hub: Hub, tmp_path: Path) -> Command:
-    """`specdec` with this hub, in a process of its own: the client reads the address when it is imported."""
+def specdec_of_hub(hub: Hub, tmp_path: Path) -> Commands:
+    """`specdec_of_hub(["pull", …], ["offline", "run", …])`: commands with this hub, some without a network.
 
-    def call(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {
-            "HF_HUB_OFFLINE": "0",
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(tmp_path / "hf"),
-            **variables,
-        }
-        command = [sys.executable, "-m", "specdec_cli", *map(str, arguments)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    All run in one other process: the client reads the address when it is imported.
+    """
+
+    def call(*lines: list[object]) -> list[Result]:
+        environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+        given = json.dumps([list(map(str, line)) for line in lines])
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=HANG_S)
+        assert done.returncode == 0, done.stderr
+        return [Result(*end, str(line[0])) for end, line in zip(json.loads(done.stdout), lines, strict=True)]
 
     return call
 
@@ -51,49 +72,51 @@ def gguf_bytes(directory: Path) -> bytes:
 
 
 def test_one_file_of_a_repository_is_pulled_listed_run_and_removed(
-    hub: Hub, specdec_of_hub: Command, tmp_path: Path
+    hub: Hub, specdec_of_hub: Commands, tmp_path: Path
 ) -> None:
     """Its download breaks off twice; then the hub is gone, and the model still answers."""
     data = gguf_bytes(tmp_path)
     others = {"tiny-Q8_0.gguf": b"GGUF", "mmproj-tiny-Q4_0.gguf": b"GGUF", "tiny-Q4_0_4_4.gguf": b"GGUF"}
     hub.repos["lab/tiny-GGUF"] = {"tiny-Q4_0.gguf": data, "README.md": b"hello", **others}
     hub.breaks["tiny-Q4_0.gguf"] = [len(data) // 2, len(data) // 4]
-    pulled = specdec_of_hub("pull", "lab/tiny-GGUF:q4_0", "--json")
-    assert pulled.returncode == 0, pulled.stderr
-    document = json.loads(pulled.stdout)
-    assert_valid("pull", document)
-    assert document["num_bytes"] == len(data) and Path(document["path"]).read_bytes() == data
+    (tmp_path / "ids.jsonl").write_text('{"prompt_ids": [5, 6, 7]}')
+    asked = ["--input-file", tmp_path / "ids.jsonl", "--max-output-len", 4, "--compiler", "none", "--json"]
+    remove = ["rm", "lab/tiny-GGUF:Q4_0", "--json"]
+    pulled, *ran, absent, before, removed, after, again = specdec_of_hub(
+        ["pull", "lab/tiny-GGUF:q4_0", "--json"],
+        ["offline", "run", "lab/tiny-GGUF:Q4_0", *asked],
+        ["run", tmp_path / "model.gguf", *asked],
+        ["offline", "run", "lab/tiny-GGUF:Q8_0", "hi"],
+        ["list", "--json"],
+        remove,
+        ["list", "--json"],
+        remove,
+    )
+    assert_valid("pull", pulled.document)
+    assert pulled.document["num_bytes"] == len(data)
     fetched = {path.rpartition("/")[2] for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path}
     assert fetched == {"tiny-Q4_0.gguf"} and hub.breaks["tiny-Q4_0.gguf"] == []
-    (tmp_path / "ids.jsonl").write_text('{"prompt_ids": [5, 6, 7]}')
-    ids_file = ["--input-file", tmp_path / "ids.jsonl"]
-    run: list[object] = ["run", "lab/tiny-GGUF:Q4_0", *ids_file, "--max-output-len", 4, "--compiler", "none", "--json"]
-    ids = [
-        json.loads(one.stdout)["requests"][0]["output_ids"]
-        for one in (specdec_of_hub(*run, HF_HUB_OFFLINE="1"), specdec_of_hub("run", tmp_path / "model.gguf", *run[2:]))
-    ]
+    ids = [ids_of(one.document)[0] for one in ran]
     assert ids[0] == ids[1] and len(ids[0]) == 4
-    offline = specdec_of_hub("run", "lab/tiny-GGUF:Q8_0", "hi", HF_HUB_OFFLINE="1")
-    assert offline.returncode == 1 and "`lab/tiny-GGUF:Q4_0`" in offline.stderr
-    listed = json.loads(specdec_of_hub("list", "--json").stdout)
+    assert absent.exit_code == 1 and "`lab/tiny-GGUF:Q4_0`" in absent.stderr
+    listed = before.document
     assert [(one["model"], one["num_bytes"]) for one in listed["downloaded"]] == [("lab/tiny-GGUF:Q4_0", len(data))]
     assert "tiny-GGUF_Q4_0" in {one["model"] for one in listed["models"]}
-    removed = json.loads(specdec_of_hub("rm", "lab/tiny-GGUF:Q4_0", "--json").stdout)
-    assert_valid("rm", removed)
-    assert removed["num_engines"] >= 1 and removed["num_bytes"] > len(data)
-    assert json.loads(specdec_of_hub("list", "--json").stdout)["downloaded"] == []
-    assert not list((tmp_path / "hf").rglob("blobs/*")) and specdec_of_hub("rm", "lab/tiny-GGUF:Q4_0").returncode == 1
+    assert_valid("rm", removed.document)
+    assert removed.document["num_engines"] >= 1 and removed.document["num_bytes"] > len(data)
+    assert after.document["downloaded"] == [] and again.exit_code == 1
+    assert not list((tmp_path / "hf").rglob("blobs/*"))
 
 
-def test_a_download_goes_on_where_it_broke_off(hub: Hub, specdec_of_hub: Command) -> None:
+def test_a_download_goes_on_where_it_broke_off(hub: Hub, specdec_of_hub: Commands) -> None:
     data = b"GGUF" + os.urandom(3_000_000)
     parts = {f"big/big-Q6_K-0000{i}-of-00002.gguf": data + bytes([i]) for i in (1, 2)}
     hub.repos["lab/big"] = {**parts, "big-Q6_K_L.gguf": data}
     hub.breaks["big/big-Q6_K-00001-of-00002.gguf"] = [2_000_000]
     _, model = gguf_models((name, len(data)) for name, data in sorted(hub.repos["lab/big"].items(), reverse=True))
     assert model.files == tuple(sorted(parts)) and model.num_bytes == 2 * len(data) + 2 and model.format == "Q6_K"
-    result = specdec_of_hub("pull", "lab/big:Q6_K")
-    assert result.returncode == 1 and "big-Q6_K" in result.stderr  # it is no GGUF file, but all of it was fetched
+    (result,) = specdec_of_hub(["pull", "lab/big:Q6_K"])
+    assert result.exit_code == 1 and "big-Q6_K" in result.stderr  # it is no GGUF file, but all of it was fetched
     assert len(hub.ranges) == 1 and int(hub.ranges[0].removeprefix("bytes=").removesuffix("-")) > 1_000_000
     assert not any("Q6_K_L" in path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path)
 

@@ -22,7 +22,6 @@ from tiny import make_model
 from waiting import HANG_S
 
 from runtime.builder.convert import convert
-from runtime.checkpoint.bundle import read_engine_config
 from scripts.campaigns.forks import import_all, start
 
 # A file that may not grow beyond so many bytes fails like a full disk. Ignored, the signal becomes an OSError.
@@ -132,27 +131,6 @@ def test_interrupted_replacement_keeps_what_was_there(llama_dir: Path, tmp_path:
     assert {path: path.read_bytes() for path in output_dir.iterdir()} == before
 
 
-LATE = """
-import os, signal, sys
-from specdec_cli.app import main
-class Late:
-    def __del__(self, kill=os.kill, pid=os.getpid(), signal_number=signal.SIGINT):
-        kill(pid, signal_number)
-sys.late = Late()
-sys.argv = ["specdec", *sys.argv[1:]]
-main()
-"""
-
-
-@pytest.mark.parametrize(("arguments", "exit_code"), [(["--version"], 0), (["run", "--engine-dir", "none", "a"], 1)])
-def test_ctrl_c_after_the_command_changes_nothing(
-    arguments: list[str], exit_code: int, process_environment: dict[str, str]
-) -> None:
-    """While Python ends, which takes a while with torch: what was to be done is done."""
-    done = subprocess.run([sys.executable, "-c", LATE, *arguments], env=process_environment, capture_output=True)
-    assert done.returncode == exit_code, done.stderr
-
-
 AT_IMPORT = """
 import os, signal, sys
 wanted, number, is_new = sys.argv[1], int(sys.argv[2]), True
@@ -168,14 +146,7 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "typer",
-        "commands.integrity.command",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "torch._C", "torch.nn", "transformers")),
-    ],
-)
+@pytest.mark.parametrize("module", ["typer", "commands.integrity.command"])
 @pytest.mark.parametrize(("signal_number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_during_the_imports_leaves_no_traceback(
     module: str, signal_number: int, exit_code: int, process_environment: dict[str, str], llama_dir: Path,
@@ -274,18 +245,6 @@ def machine_without_compiler(directory: Path) -> dict[str, str]:
 @pytest.fixture
 def without_compiler(tmp_path: Path) -> dict[str, str]:
     return machine_without_compiler(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["aot", "torch-compile"])
-def test_an_engine_is_built_where_the_variable_for_a_compiler_is_empty(
-    compiler: str, llama_checkpoint_dir: Path, tmp_path: Path, specdec_process: Specdec
-) -> None:
-    arguments = ["--checkpoint-dir", llama_checkpoint_dir, "--output-dir", tmp_path / "engine", "--compiler", compiler]
-    environment = {"CXX": "", "SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
-    result = specdec_process("build", *arguments, "--max-input-len", 64, environment=environment)
-    assert result.exit_code == 0, result.stderr
-    assert read_engine_config(tmp_path / "engine").build_config.compiler == compiler
 
 
 @pytest.mark.parametrize("named", NO_COMPILERS if is_full() else FEW_NO_COMPILERS)

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import PROMPTS, Result, Specdec, assert_valid, each, ids_of, texts_of
+from command_line import PROMPTS, Result, Specdec, assert_valid, each, texts_of
 from forked import Forks
 from gate import Gate
 from sentences import Said
-from tiny import hf_greedy
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from waiting import wait_until
 
 NUM_TOKENS = 16
@@ -42,28 +40,6 @@ def algorithm(draft_engine_dir: Path) -> dict[str, list[object]]:
     }
 
 
-@pytest.mark.parametrize("reuse", [[], ["--disable-kv-cache-reuse"]], ids=["reuse", "no reuse"])
-@pytest.mark.parametrize("drafter", ["none", "draft model"])
-def test_v2_gives_hugging_faces_tokens(
-    drafter: str, reuse: list[str], leader: Leader, algorithm: dict[str, list[object]],
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast,
-) -> None:  # fmt: skip
-    document = leader(NINE, *algorithm[drafter], *reuse, "--end-id", 299, "--json").document
-    assert_valid("run", document)
-    assert ids_of(document) == [hf_greedy(llama, tokenizer(p)["input_ids"], NUM_TOKENS, 299) for p in NINE]
-    assert document["settings"]["mode"] == "leader"
-    assert document["settings"]["block_reuse"] is not bool(reuse)
-    assert (document["total"]["num_draft_tokens"] > 0) == (drafter != "none")
-
-
-@pytest.mark.parametrize("max_num_tokens", [5, 512])
-@pytest.mark.parametrize("flags", [[], ["--spec-decode-algo", "NGRAM"]], ids=["V1", "V2"])
-def test_prompts_computed_in_pieces_give_the_same_tokens(max_num_tokens: int, flags: list[str], leader: Leader) -> None:
-    document = leader(NINE, *flags, "--max-num-tokens", max_num_tokens, "--json").document
-    assert document["settings"]["max_num_tokens"] == max_num_tokens
-    assert ids_of(document) == ids_of(leader(NINE, "--json").document)
-
-
 @pytest.mark.parametrize("stops", [[], ["--stop-words"]], ids=["no stop word", "stop word"])
 def test_streamed_pieces_make_up_each_text_and_come_interleaved(
     stops: list[str], leader: Leader, algorithm: dict[str, list[object]]
@@ -80,41 +56,6 @@ def test_streamed_pieces_make_up_each_text_and_come_interleaved(
     order = [int(number) for number, _ in pieces]
     assert order != sorted(order), "texts came one after the other"
     assert order.index(0) < order.index(8), "later requests wait for room"
-
-
-INTERRUPTED_DRAFTER = """
-from runtime.core.request import Draft
-class Interrupting:
-    def propose(self, sequences, max_draft_len):
-        if any(s.request.id >= {after} for s in sequences):
-            raise KeyboardInterrupt
-        return [Draft([])] * len(sequences)
-    def forget(self, request_id):
-        pass
-def make():
-    return Interrupting()
-"""
-
-
-@pytest.mark.parametrize("mode", [["--disable-overlap-scheduler"], []], ids=["V2", "V1"])
-def test_interrupted_run_gives_what_had_finished(
-    mode: list[str], leader: Leader, current_directory: Path, tmp_path: Path, said: Said
-) -> None:
-    """Request 4 starts when one of the first four has ended."""
-    expected = ids_of(leader(NINE, "--json").document)
-    (current_directory / "own.py").write_text(INTERRUPTED_DRAFTER.format(after=4))
-    files = ["--output-csv", tmp_path / "ids.csv", "--report", tmp_path / "report.html"]
-    result = leader(NINE, *mode, "--drafter", "own:make", "--json", *files)
-    assert result.exit_code == 130
-    document = json.loads(result.stdout)
-    assert_valid("run", document)
-    num_finished = len(document["requests"])
-    assert num_finished > 0
-    assert document["num_unfinished_requests"] == len(NINE) - num_finished
-    said(result, num_finished, "9")
-    assert all(ids in expected for ids in ids_of(document))
-    assert (tmp_path / "ids.csv").exists()
-    assert f"{num_finished} of 9 requests had finished" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 DRAFTER_INTERRUPTED_LATER = """

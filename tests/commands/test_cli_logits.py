@@ -49,24 +49,6 @@ def test_logits_are_hugging_faces_and_nan_after_the_end(
         assert np.isnan(row[length:]).all()
 
 
-def test_output_generation_logits_writes_into_the_current_directory(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shown = run("--output-generation-logits", "--max-output-len", 3, "--end-id", 0).stdout
-    assert tree(tmp_path) == ["logits_generation.npy"]
-    assert np.load("logits_generation.npy").shape == (1, 3, 300)
-    assert "logits written: logits_generation.npy" in shown
-
-
-def test_checking_for_losslessness_leaves_the_logits_alone(run: Run, tmp_path: Path) -> None:
-    arguments = ["--ngram-config", NGRAM, "--max-output-len", 12, "--output-logits-npy"]
-    run(*arguments, tmp_path / "a.npy")
-    assert run(*arguments, tmp_path / "b.npy", "--check-lossless").exit_code == 0
-    first, second = (np.load(tmp_path / f"{name}_generation.npy") for name in "ab")
-    np.testing.assert_array_equal(first, second)
-
-
 def test_logprobs_are_those_of_the_logits(run: Run, drafters: dict[str, list[object]], tmp_path: Path) -> None:
     """The logarithm of the softmax of what `--output-logits-npy` writes, in a document that its schema allows."""
     path = tmp_path / "x.npy"

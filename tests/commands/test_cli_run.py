@@ -11,23 +11,10 @@ import torch
 from command_line import NGRAM, PROMPT, PROMPTS, Result, Specdec, each, texts_of
 from sentences import Said
 from shared import record_anew, shared_engine
-from tiny import hf_greedy, make_model
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from tiny import make_model
+from transformers import PreTrainedTokenizerFast
 
 Run = Callable[..., Result]
-
-
-def test_output_is_what_hf_generates(run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """5 prompts are more than max_batch_size 4: they are run in groups."""
-    document = run(*each("--input-text", PROMPTS), "--ngram-config", NGRAM, "--max-output-len", 40, "--json").document
-    for prompt, request in zip(PROMPTS, document["requests"], strict=True):
-        prompt_ids = tokenizer(prompt)["input_ids"]
-        expected = hf_greedy(llama, prompt_ids, 40, eos_token_id=2)
-        assert request["prompt"] == prompt
-        assert request["prompt_ids"] == prompt_ids
-        assert request["output_ids"] == expected
-        assert request["output_text"] == tokenizer.decode(expected, skip_special_tokens=True)
-        assert request["finish_reason"] == ("end_id" if expected[-1] == 2 else "length")
 
 
 def test_max_input_length_keeps_the_last_tokens(run: Run, tokenizer: PreTrainedTokenizerFast, said: Said) -> None:
@@ -38,15 +25,6 @@ def test_max_input_length_keeps_the_last_tokens(run: Run, tokenizer: PreTrainedT
     whole = run("--max-input-length", len(ids), "--max-output-len", 2, "--json")
     assert whole.document["requests"][0]["prompt_ids"] == ids
     assert whole.stderr == ""
-
-
-def test_end_id_ends_the_output_and_is_its_last_token(run: Run) -> None:
-    free = run("--max-output-len", 30, "--json").document["requests"][0]["output_ids"]
-    end_id = free[8]
-    for ngram in ([], ["--ngram-config", NGRAM]):
-        (request,) = run("--max-output-len", 30, "--end-id", end_id, *ngram, "--json").document["requests"]
-        assert request["output_ids"] == free[: free.index(end_id) + 1]
-        assert request["finish_reason"] == "end_id"
 
 
 def test_stop_words_end_the_output_and_are_not_in_its_text(run: Run) -> None:
@@ -76,43 +54,9 @@ def test_ids_are_written_padded_with_the_end_id(run: Run, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.csv", "ids.npy"]
 
 
-def write_prompts(path: Path, prompts: list[list[int]], tokenizer: PreTrainedTokenizerFast) -> Path:
-    match path.suffix:
-        case ".txt":
-            path.write_text("".join(tokenizer.decode(ids) + "\n" for ids in prompts))
-        case ".jsonl":
-            first, *rest = prompts
-            lines = [{"prompt": tokenizer.decode(first)}, *({"prompt_ids": ids} for ids in rest)]
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        case ".csv":
-            path.write_text("".join(",".join(map(str, ids)) + "\n" for ids in prompts))
-        case ".npy":
-            longest = max(map(len, prompts))
-            np.save(path, np.array([ids + [2] * (longest - len(ids)) for ids in prompts], dtype=np.int32))
-    return path
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".npy"])
-def test_every_kind_of_input_file_gives_the_same_output(
-    run: Run, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, suffix: str
-) -> None:
-    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS[:3]]
-    path = write_prompts(tmp_path / f"prompts{suffix}", prompts, tokenizer)
-    from_file = run("--input-file", path, "--max-output-len", 9, "--json").document
-    from_text = run(*each("--input-text", PROMPTS[:3]), "--max-output-len", 9, "--json").document
-    assert [request["prompt_ids"] for request in from_file["requests"]] == prompts
-    assert [r["output_ids"] for r in from_file["requests"]] == [r["output_ids"] for r in from_text["requests"]]
-    is_text = {".txt": [True] * 3, ".jsonl": [True, False, False]}.get(suffix, [False] * 3)
-    assert [request["prompt"] is not None for request in from_file["requests"]] == is_text
-
-
-STREAMED_PROMPTS = ["The little dog", "é🙂 the ball é🙂", "日本 日本 日本"]
-
-
-@pytest.mark.parametrize("prompt", STREAMED_PROMPTS)
-def test_streamed_text_is_the_text(run: Run, prompt: str) -> None:
+def test_streamed_text_is_the_text(run: Run) -> None:
     """Random weights write any bytes: characters of several bytes come apart and have to be put together."""
-    arguments = ["--input-text", prompt, "--max-output-len", 50, "--ngram-config", NGRAM, "--quiet"]
+    arguments = ["--input-text", "é🙂 the ball é🙂", "--max-output-len", 50, "--ngram-config", NGRAM, "--quiet"]
     text = run(*arguments).stdout
     word = text[20:23]
     stopped = run(*arguments, "--stop-words", word).stdout

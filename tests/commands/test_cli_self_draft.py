@@ -33,24 +33,14 @@ def test_it_goes_the_whole_way(
     assert specdec("verify", engine).exit_code == 0
     expected = [hf_greedy(llama, tokenizer(prompt)["input_ids"], 16, 299) for prompt in PROMPTS]
     run = ["run", "--engine-dir", engine, *each("--input-text", PROMPTS), "--max-output-len", 16, "--end-id", 299]
-    for flags in (["--self-draft-config", "[5,[0]]"], ["--spec-decode-algo", "SELF"], ["--self-draft-config", "6"]):
-        is_auto = "6" in flags
-        mode = "auto" if is_auto else "fixed"
-        found = specdec(*run, *flags, "--draft-len-mode", mode, "--check-lossless", "--json").document
+    for mode in ("fixed", "auto"):
+        found = specdec(*run, "--self-draft-config", "6", "--draft-len-mode", mode, "--json").document
         assert_valid("run", found)
-        assert ids_of(found) == expected and found["checks"]["lossless"]["passed"]
+        assert ids_of(found) == expected
         assert found["settings"]["drafters"] == ["self"]
-        assert is_auto or found["total"]["num_accepted_draft_tokens"] > 0
-        assert is_auto or found["total"]["draft_model_time_s"] > 0
+        assert mode == "auto" or found["total"]["num_accepted_draft_tokens"] > 0
+        assert mode == "auto" or found["total"]["draft_model_time_s"] > 0
         assert found["draft_engine"] is None
-
-
-@pytest.mark.slow  # a faster one of the rule is in test_cli_lossless
-def test_rejection_sampling_follows_the_targets_distribution(specdec: Specdec, self_draft_engine_dir: Path) -> None:
-    flags = ["--self-draft-config", "[3,[0],True]", "--temperature", 0.9, "--check-lossless", "--json"]
-    found = specdec("run", "--engine-dir", self_draft_engine_dir, "--input-text", PROMPT, *flags).document
-    check = found["checks"]["lossless"]
-    assert check["rule"] == "distribution" and check["passed"] and check["num_tokens"] > 1000
 
 
 def test_model_in_as_few_bits_is_refused(specdec: Specdec, llama_dir: Path, tmp_path: Path, said: Said) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import NGRAM, NGRAM_RECORD, PROMPT, Result, Specdec, ids_of
+from command_line import NGRAM_RECORD, PROMPT, Result, Specdec, ids_of
 from sentences import Said
 from shared import once
 from tiny import hf_greedy, make_model
@@ -196,24 +196,6 @@ def test_leader_mode_commands_run_as_pasted(
     assert document_json["settings"]["ngram_config"] == NGRAM_RECORD
     assert "no effect" not in result.stderr
     said(result, "NGRAM")
-
-
-@pytest.mark.parametrize(
-    "spelled",
-    [
-        ["--engine_dir=ENGINE", f"--input-text={PROMPT}", f"--ngram_config={NGRAM}", "--max-output_len=6", "--json"],
-        ["--engine-dir=ENGINE",
-         f"--input_text={PROMPT}", f"--prompt_lookup_config={NGRAM}", "--max_output_len=6", "--json"],
-    ],
-)  # fmt: skip
-def test_spellings_of_the_same_command_do_the_same(
-    specdec: Specdec, llama_engine_dir: Path, spelled: list[str]
-) -> None:
-    arguments = [argument.replace("ENGINE", str(llama_engine_dir)) for argument in spelled]
-    document = specdec("run", *arguments).document
-    assert document["settings"]["ngram_config"] == NGRAM_RECORD
-    assert document["settings"]["max_output_len"] == 6
-    assert document["requests"][0]["prompt"] == PROMPT
 
 
 def test_flag_without_meaning_is_accepted_with_one_line(specdec: Specdec, llama_engine_dir: Path, said: Said) -> None:

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 from command_line import PROMPTS, Result, Specdec, assert_valid, ids_of, tree
-from heads import copy_with_chain, copy_with_mtp
-from quantized import save_fp8, small_model
 from safetensors.torch import load_file, save_file
 from test_cli_errors import assert_one_clear_error
 from tiny import make_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from runtime.checkpoint.bundle import read_bundle
-from runtime.checkpoint.resolve import read_model_config
 from runtime.drafters.heads.head_config import read_head
 from runtime.drafters.heads.mtp_head import check_mtp_is_of
 from runtime.loop.compatibility import check_head_tokenizer
@@ -65,78 +62,6 @@ def test_head_is_trained_and_drafts(
     further = train("--draft-model-dir", "head", "--output-dir", "further", "--draft-vocab-size", 40, "--json").document
     assert further["settings"]["draft_vocab_size"] == 40 == read_head(Path("further")).draft_vocab_size
     assert further["settings"]["learning_rate"] == 1e-4
-
-
-@pytest.fixture(params=["plain", *(pytest.param(one, marks=pytest.mark.slow) for one in ("chain", "experts", "FP8"))])
-def with_mtp(
-    request: pytest.FixtureRequest, llama_dir: Path, mtp_dirs: tuple[Path, Path], shared: Path, directory: Path
-) -> Path:
-    """A model with an MTP head, of one layer or two, with experts, or quantized as the model is."""
-    match request.param:
-        case "plain":
-            return mtp_dirs[1]
-        case "chain":
-            return copy_with_chain(llama_dir, directory / "model", 2)
-    tokenizer = AutoTokenizer.from_pretrained(llama_dir)
-    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "num_hidden_layers": 2}
-    if request.param == "experts":
-        make_model("qwen3-moe", **sizes).save_pretrained(directory / "without")
-    else:
-        save_fp8(directory / "without", (32, 32), small_model(**sizes))
-    tokenizer.save_pretrained(directory / "without")
-    return copy_with_mtp(directory / "without", directory / "model")
-
-
-@pytest.mark.slow
-def test_the_head_that_a_model_has_is_trained_further(
-    train: Callable[..., Result], specdec: Specdec, with_mtp: Path, directory: Path
-) -> None:
-    """Its embeddings and its output layer stay the model's."""
-    model = with_mtp
-    named = ["--model-dir", model, "--draft-model-dir", model]
-    assert_one_clear_error(train(*named), 2, ("MTP", "--draft-vocab-size", "64"))
-    (directory / "model.gguf").write_bytes(b"GGUF")
-    assert_one_clear_error(train(*named, "--draft-model-dir", "model.gguf"), 1, ("not a trained drafter", "model.gguf"))
-    answers = ["--input-file", "prompts.jsonl", "--max-output-len", 12, "--output-traces", "own.jsonl"]
-    assert specdec("run", "--model-dir", model, "--compiler", "none", *answers).exit_code == 0
-    texts = ["--traces", "own.jsonl", "--held-out-traces", "own.jsonl", "--output-dir", "head", "--compiler", "none"]
-    settings = ["--num-epochs", 40, "--learning-rate", 0.01, "--batch-tokens", 256, "--json"]
-    document = specdec("train", *named, *texts, *settings).document
-    assert_valid("train", document)
-    num_layers = read_head(model).num_layers
-    assert document["settings"]["num_unrolled_steps"] == (num_layers if num_layers > 1 else 3)
-    assert len(document["held_out_tokens_per_step"]) == (num_layers if num_layers > 1 else 5)
-    lengths = document["held_out_tokens_per_step"][0]
-    assert lengths["tokens_per_step_after"] > lengths["tokens_per_step_before"] + 0.2
-    own, trained = (load_file(one / "model.safetensors") for one in (model, directory / "head"))
-    changed = {name for name, one in trained.items() if not torch.equal(one.float(), own[name].float())}
-    first = read_model_config(model)["num_hidden_layers"]
-    behind = tuple(f"model.layers.{first + i}." for i in range(num_layers))
-    of_head = {name for name in own if name.startswith(("mtp.", *behind)) and not name.endswith("_scale_inv")}
-    assert changed == of_head < trained.keys()
-    assert "quantization_config" not in read_model_config(directory / "head")
-    target = ["--model-dir", model, "--compiler", "none", "--input-text", TEXTS[0], "--json"]
-    plain = specdec("run", *target, "--drafters", "mtp").document
-    flags = ["--drafters", "mtp", "--draft-model-dir", "head"]
-    shown = specdec("train", *named, *texts, "--output-dir", "again", *settings[:-1]).stdout
-    assert "--drafters mtp --draft-model-dir again" in shown
-    drafted = specdec("run", *target, *flags, "--draft-len-mode", "fixed").document
-    assert ids_of(drafted) == ids_of(plain) == ids_of(specdec("run", *target).document)
-    assert drafted["total"]["num_draft_tokens"] > 0
-
-
-def test_a_head_that_could_not_be_written_is_refused_before_anything_is_answered(
-    specdec: Specdec, mtp_dirs: tuple[Path, Path], directory: Path
-) -> None:
-    model, name = directory / "model", "layers.0.mlp.experts.0.down_proj.weight"
-    shutil.copytree(mtp_dirs[1], model)
-    tensors = load_file(model / "model.safetensors") | {f"mtp.{name}": torch.zeros(2, 2)}
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    before = tree(directory)
-    texts = ["--input-file", "prompts.jsonl", "--output-dir", "head", "--compiler", "none"]
-    result = specdec("train", "--model-dir", model, "--draft-model-dir", model, *texts)
-    assert_one_clear_error(result, 1, ("does not have", name))
-    assert tree(directory) == before
 
 
 def test_a_head_of_another_model_is_refused_before_anything_is_answered(

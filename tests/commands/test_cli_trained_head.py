@@ -3,11 +3,10 @@
 import io
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-from command_line import Specdec, assert_valid, ids_of
+from command_line import Specdec, ids_of
 from sentences import Said
 from test_cli_errors import assert_one_clear_error
 
@@ -15,7 +14,7 @@ from runtime.builder.engine_cache import EngineSettings, engine_of_model
 from runtime.drafters.heads.head_config import read_head
 
 ARTICLES = Path(__file__).parents[2] / "runtime/demo/articles.jsonl"
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 DEMO = ["--model-dir", "demo", "--compiler", "none"]
 SIZES = ["--max-input-len", 64, "--max-seq-len", 128]
 HEAD = ["--draft-model-dir", "demo-head", "--draft-len-mode", "fixed"]
@@ -53,7 +52,7 @@ def test_other_commands_draft_with_it(
 ) -> None:
     asked = ["--max-output-len", NUM_TOKENS]
     files = ["-i", prompts, "-o", tmp_path / "results.jsonl", "--temperature", 0]
-    assert specdec("batch", *DEMO, *HEAD, *files, *asked, "--json").document["num_accepted_tokens"] > 10
+    assert specdec("batch", *DEMO, *HEAD, *files, *asked, "--json").document["num_accepted_tokens"] > 6
     said = json.loads(prompts.read_text().splitlines()[0])["prompt"].replace("\n", " ")
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{said}\n/stats\n"))
     result = specdec("chat", *DEMO, *HEAD, *asked)
@@ -65,29 +64,6 @@ def test_other_commands_draft_with_it(
 
 
 BUILD = ["--speculative-decoding-mode", "draft_tokens_external", "--max-draft-len", 4, "--compiler", "none"]
-
-
-@pytest.mark.slow
-def test_an_engine_with_an_output_layer_for_drafts(
-    specdec: Specdec, llama_checkpoint_dir: Path, mtp_dirs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """Both the head and the copy draft the ids that were chosen, and no others."""
-    engine, _, traces = tmp_path / "engine", tmp_path, tmp_path / "traces.jsonl"
-    traces.write_text(json.dumps({"prompt_ids": [5], "output_ids": [*range(100, 260), 7, 7]}) + "\n")
-    build = ["build", "--checkpoint-dir", llama_checkpoint_dir, "--output-dir", engine, "--force", *BUILD, *SIZES]
-    build += ["--draft-model-dir", mtp_dirs[1], "--self-draft", "int8", "--draft-output-layer", "int8"]
-    build += ["--draft-layers", "int4"]
-    result = specdec(*build, "--draft-vocab", traces, "--draft-vocab-size", 150)
-    assert "150 of 300 ids in int8, 0.0 MB" in result.stdout and "in int4, but the output layer" in result.stdout
-    assert "drafts never" not in result.stderr
-    ids = [int(one) for one in (engine / "draft_vocab.txt").read_text().split()]
-    assert len(ids) == 150 and {2, 7} <= set(ids) <= {2, 7, *range(100, 260)}  # 2 ends outputs
-    run = ["run", "--engine-dir", engine, "--input-text", "the little dog", "--max-output-len", 12, "--json"]
-    plain = specdec(*run).document
-    for flags in (["--draft-engine-dir", mtp_dirs[1], "--mtp-config", "3"], ["--self-draft-config", "3"]):
-        drafted = specdec(*run, *flags, "--draft-len-mode", "fixed").document
-        assert ids_of(drafted) == ids_of(plain) and drafted["total"]["num_draft_tokens"] > 0
-    assert specdec("verify", engine).exit_code == 0
 
 
 def test_ids_that_cannot_be_drafted(
@@ -130,28 +106,3 @@ def test_a_head_that_is_named_is_not_passed_over(
         assert_one_clear_error(result, 1, (str(tmp_path / "none"),))
     document = specdec(*run, "--drafters", "draft-target,mtp", "--draft-model-dir", llama_dir).document
     assert document["settings"]["mtp_config"]["head_dir"] == str(mtp_dirs[1])
-
-
-TUNED = ["--input-text", "dog", "--max-output-len", 6, "--num-live-prompts", 1, "--max-draft-len", 2, "--json"]
-
-
-@pytest.mark.slow
-def test_tune_has_the_models_own_head_and_another_model_among_its_candidates(
-    specdec: Specdec, llama_dir: Path, mtp_dirs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is said of the head; a model that is named takes its place. The flags that are told are `run`'s."""
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
-    model = ["--model-dir", mtp_dirs[1], "--compiler", "none"]
-    for flags, name in (([], "mtp"), (["--draft-model-dir", llama_dir], "draft-target")):
-        document = specdec("tune", *model, *flags, *TUNED).document
-        assert_valid("tune", document)
-        assert {one["drafter"]["name"] for one in document["tried"]} == {name, "chain"}
-        own = next(one for one in document["tried"] if one["drafter"]["name"] == name)
-        engine = document["settings"]["engine_dir"]
-        run = specdec(
-            "run", "--engine-dir", engine, *shlex.split(own["flags"]), "--input-text", "dog", "--max-output-len", 6
-        )
-        assert run.exit_code == 0, run.stderr
-    document = specdec("tune", *model, "--drafters", "suffix,mtp", *TUNED).document
-    chains = [[one["name"] for one in record["drafter"]["drafters"]] for record in document["tried"]]
-    assert chains and all(chain == ["suffix", "mtp"] for chain in chains)

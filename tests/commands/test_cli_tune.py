@@ -96,13 +96,6 @@ def test_the_profile_makes_run_draft_as_recommended(
         assert by_profile["total"][key] == by_flags["total"][key]
 
 
-def test_categories_add_up(tuned: tuple[dict[str, Any], Path]) -> None:
-    for candidate in tuned[0]["candidates"]:
-        assert set(candidate["by_category"]) == {"a", "b"}
-        for key in ("num_steps", "num_generated_tokens", "num_accepted_draft_tokens"):
-            assert candidate["total"][key] == sum(counts[key] for counts in candidate["by_category"].values())
-
-
 def test_the_page_says_what_the_document_says(tuned: tuple[dict[str, Any], Path]) -> None:
     document, profile = tuned
     html = (profile.parent / "page.html").read_text()
@@ -182,14 +175,6 @@ def test_what_models_draft_is_run_with_each_length(
     for one in document["timed"][1:]:
         assert (one["replayed"], one["predicted_s"], one["ratio"]) == (None, None, None)
     assert json.loads(profile.read_text())["figures"]["measured_speedup"] >= 1.0
-
-
-def test_as_many_devices_as_ranks_are_named(specdec: Specdec, split_engine_dir: Path, prompts: Path) -> None:
-    arguments = ["--engine-dir", split_engine_dir, "--input-file", prompts, "--max-output-len", 4]
-    words = ("is not as long as the engine's tp_size 2: it has 1, [0]", "name 2 devices")
-    assert_one_clear_error(specdec("tune", *arguments, "--ngram-config", "[1,2,[0]]"), 2, words)
-    draft = ["--draft-engine-dir", split_engine_dir, "--draft-target-model-config", "[4,[0],[0,1],False]"]
-    assert_one_clear_error(specdec("tune", *arguments, *draft), 2, ("draft engine: the list", *words))
 
 
 COUNTS = ("num_steps", "num_draft_tokens", "num_accepted_draft_tokens")

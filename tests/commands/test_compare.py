@@ -181,12 +181,6 @@ def test_requests_that_ran_together_are_one_observation(
     said(compare(a, a)["metrics"]["latency_s"]["reason"])
 
 
-def test_batches_of_a_category_are_one_observation(compare: Compare, summary_document: Document) -> None:
-    summary_document["settings"]["batch_size"] = 4
-    metric = compare(summary_document, summary_document)["metrics"]["tpot_s"]
-    assert metric["num_observations"] == [6, 6]  # 10 of each category: 4, 4 and 2
-
-
 def test_nothing_can_be_said_of_one_request(
     compare: Compare, run_document: Callable[..., Document], said: Said
 ) -> None:
@@ -317,49 +311,3 @@ def test_what_is_no_document_is_one_error(
     assert (result.exit_code, result.stdout) == (1, "")
     said(result, "bad.json", *message.split("; "))
     assert result.stderr.startswith("error: ") and "hint: " in result.stderr
-
-
-@pytest.mark.parametrize("key", ["systems", "rouge"])
-def test_a_summary_without_its_systems_is_one_error(
-    specdec: Specdec, summary_document: Document, tmp_path: Path, key: str, said: Said
-) -> None:
-    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    good.write_text(json.dumps(summary_document))
-    bad.write_text(json.dumps(summary_document | {key: {}}))
-    result = specdec("compare", good, bad)
-    assert (result.exit_code, result.stdout) == (1, "")
-    said(result, "$", "bad.json")
-
-
-def test_half_a_character_is_one_error(
-    specdec: Specdec, run_document: Callable[..., Document], tmp_path: Path, said: Said
-) -> None:
-    path = tmp_path / "bad.json"
-    document = run_document("--input-text", "One day", "--max-output-len", 3)
-    path.write_text(json.dumps(document | {"specdec_version": "\ud800"}))
-    result = specdec("compare", path, path)
-    assert (result.exit_code, result.stdout) == (1, "")
-    said(result, "$", "bad.json")
-
-
-def test_numbers_too_large_to_compare_are_one_error(
-    specdec: Specdec, run_document: Callable[..., Document], tmp_path: Path, said: Said
-) -> None:
-    document = run_document("--input-text", "One day", "--max-output-len", 3)
-    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    good.write_text(json.dumps(document))
-    bad.write_text(json.dumps(with_request(stats=document["requests"][0]["stats"] | {"ttft_s": 1e308})(document)))
-    for arguments in ((good, bad), (good, bad, "--json")):
-        result = specdec("compare", *arguments)
-        assert (result.exit_code, result.stdout) == (1, "")
-    said(result, "good.json", "bad.json")
-
-
-def test_a_missing_or_damaged_file_is_one_error(specdec: Specdec, tmp_path: Path, said: Said) -> None:
-    path = tmp_path / "damaged.json"
-    path.write_text('{"command": "run",')
-    said(specdec("compare", path, path), "line 1, column 19")
-    result = specdec("compare", path, tmp_path / "none.json")
-    assert result.exit_code == 1
-    said(specdec("compare", tmp_path / "none.json", path), tmp_path / "none.json")
-    assert specdec("compare", path).exit_code == 2

@@ -1,4 +1,4 @@
-"""Standard output that is not UTF-8: every command that prints ends well, in letters that can be written."""
+"""Standard output that is not UTF-8: commands end well, in letters that can be written."""
 
 import json
 import os
@@ -35,41 +35,19 @@ def test_output_in_ascii_never_ends_in_a_traceback(
     variables: dict[str, str], llama_uncompiled_dir: Path, llama_dir: Path, tmp_path: Path
 ) -> None:
     text = "÷ 日本 “a” – " + PROMPT
-    prompts, dataset = tmp_path / "prompts.txt", tmp_path / "samples.jsonl"
+    prompts = tmp_path / "prompts.txt"
     prompts.write_text(text + "\n", "utf-8")
-    dataset.write_text(json.dumps({"article": text, "highlights": text, "category": "é"}) + "\n", "utf-8")
     engine, short = ["--engine-dir", llama_uncompiled_dir], ["--max-output-len", 8]
-    drafts, asked = ["--ngram-config", "4,2"], ["--input-file", prompts]
-    at = {name: tmp_path / name for name in ("run", "traces", "receipts", "corpus", "ckpt", "engine", "page", "tune")}
+    drafts = ["--ngram-config", "4,2"]
+    at = {name: tmp_path / name for name in ("traces", "receipts", "corpus", "ckpt", "page")}
     kept = ["--output-traces", at["traces"], "--receipts", at["receipts"], "--report", at["page"]]
     commands: list[list[object]] = [
         ["run", llama_uncompiled_dir, text, *short, *drafts, "--stats", "detailed", "--show-tokens", *kept],
-        [
-            "summarize",
-            *engine,
-            "--dataset",
-            dataset,
-            "--test-engine",
-            "--output-len",
-            4,
-            *drafts,
-            "--stats",
-            "detailed",
-        ],
-        ["doctor", *engine, *asked, *short, *drafts, "--report", at["page"]],
-        ["tune", *engine, *asked, *short, "--max-draft-len", 2, "--output", at["tune"], "--report", at["page"]],
-        ["check", at["receipts"], *engine],
-        ["regress", "--traces", at["traces"], *engine],
-        ["fingerprint", *engine],
-        ["verify", llama_uncompiled_dir],
         ["corpus", "create", "--output", at["corpus"], "--tokenizer-dir", llama_dir, "--text", prompts],
         ["convert", llama_dir, "--output-dir", at["ckpt"]],
-        ["build", "--checkpoint-dir", at["ckpt"], "--output-dir", at["engine"], "--compiler", "none"],
         ["chat", *engine],
         ["list"],
         ["cache", "list"],
-        ["schema", "run"],
-        ["compare", "--help"],
         ["serve", "--help-all"],
     ]
     (tmp_path / "commands.json").write_text(json.dumps([list(map(str, one)) for one in commands]), "utf-8")
@@ -87,5 +65,5 @@ def test_output_in_ascii_never_ends_in_a_traceback(
     assert done.returncode == 0 and "Traceback" not in errors, errors
     ends = json.loads(out.rpartition("ends ")[2])
     failed = {name: code for name, code in ends.items() if code}
-    assert failed in ({"chat": 1}, {"chat": 1, "doctor": 1}), errors  # no chat template; a busy machine
+    assert failed == {"chat": 1}, errors  # there is no chat template
     assert '"/ ?? "a" - The little dog' in out and "####" in out, out[:3000]

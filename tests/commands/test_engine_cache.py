@@ -3,9 +3,6 @@
 import os
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sentences import Said
 from tiny import hf_greedy, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from waiting import HANG_S, wait_until
+from waiting import wait_until
 
 from runtime.builder.engine_cache import EngineSettings
 from runtime.checkpoint.config import BuildConfig
@@ -57,18 +54,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTok
 def engines(cache: Path) -> list[Path]:
     """The directories in the cache, hidden ones included."""
     return sorted(path for path in (cache / "engines").iterdir() if path.is_dir())
-
-
-def start(model_dir: Path, environment: dict[str, str], stdout: Path) -> subprocess.Popen[bytes]:
-    """Start it in a process group of its own; stderr is in a file beside the one of stdout."""
-    with stdout.open("wb") as out, errors_beside(stdout).open("wb") as errors:
-        arguments = ["--model-dir", model_dir, "--compiler", "aot", *map(str, RUN)]
-        command = [sys.executable, "-m", "specdec_cli", "run", *arguments]
-        return subprocess.Popen(command, env=environment, stdout=out, stderr=errors, start_new_session=True)
-
-
-def errors_beside(stdout: Path) -> Path:
-    return stdout.with_suffix(".errors")
 
 
 @pytest.fixture
@@ -118,36 +103,6 @@ esac
     return {"PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}", "CXX": "g++"}
 
 
-@pytest.mark.slow
-def test_killed_build_leaves_a_cache_that_two_processes_can_use(
-    kernels: Path, model_dir: Path, process_environment: dict[str, str], tmp_path: Path
-) -> None:
-    """The first was killed while it compiled; then two started together, and one of them built the entry."""
-    cache = tmp_path / "cache"
-    environment = process_environment | compiler_at_a_gate(tmp_path, kernels) | {"SPECDEC_CACHE_DIR": str(cache)}
-    killed = start(model_dir, environment, tmp_path / "killed")
-    wait_until(lambda: (tmp_path / "reached").exists() or killed.poll() is not None)
-    os.killpg(killed.pid, signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL, errors_beside(tmp_path / "killed").read_text()
-    assert [path for path in engines(cache) if path.name.startswith(".")]
-    outputs = [tmp_path / "one", tmp_path / "two"]
-    both = [start(model_dir, environment, output) for output in outputs]
-
-    def who_waits() -> list[bool]:
-        return sorted("waiting for it" in errors_beside(output).read_text() for output in outputs)
-
-    wait_until(lambda: who_waits() == [False, True] or any(process.poll() is not None for process in both))
-    (tmp_path / "opened").touch()
-    errors = [errors_beside(output).read_text() for output in outputs]
-    assert [process.wait(HANG_S) for process in both] == [0, 0], errors
-    (engine,) = engines(cache)
-    assert not [name for name in tree(engine) if name.endswith(".tmp")]
-    assert sorted("compiling the step" in errors_beside(output).read_text() for output in outputs) == [False, True]
-    assert who_waits() == [False, True]
-    answers = [output.read_text().partition("┏")[0] for output in outputs]
-    assert answers[0] == answers[1]
-
-
 AFTERWARDS = "the CPU kernels are being compiled"
 
 
@@ -191,46 +146,6 @@ def test_a_first_answer_does_not_wait_for_kernels(
     library.write_bytes(library.read_bytes()[:-8])
     shutil.rmtree(cache / "engines")
     assert AFTERWARDS in answer().stderr
-
-
-@pytest.mark.slow
-def test_who_compiles_was_killed(specdec_fork: Specdec, kernels: Path, model_dir: Path, tmp_path: Path) -> None:
-    """The next command waits, or where all ends with a command, as in a container, kernels would never be there."""
-    environment = compiler_at_a_gate(tmp_path, kernels) | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
-    assert AFTERWARDS in specdec_fork("run", "--model-dir", model_dir, *RUN, environment=environment).stderr
-    wait_until(lambda: (tmp_path / "reached").exists())
-    for process in compiling(tmp_path / "cache"):
-        process.kill()
-    (tmp_path / "opened").touch()
-    wait_until(lambda: not compiling(tmp_path / "cache"))
-    later = specdec_fork("run", "--model-dir", model_dir, *RUN, "--json", environment=environment)
-    assert AFTERWARDS not in later.stderr
-    assert later.document["engine"]["build_config"]["compiler"] == "aot"
-    assert not (tmp_path / "cache" / "kernels.errors").exists()
-
-
-@pytest.mark.slow  # the first answers of several caches
-def test_a_first_answer_waits_where_that_is_asked_for_or_kernels_are_needed(
-    specdec_fork: Specdec, kernels: Path, model_dir: Path, tmp_path: Path
-) -> None:
-    """A compiler that fails, in the process that nobody sees, is quoted by the next command."""
-    environment = compiler_at_a_gate(tmp_path, kernels)
-    (tmp_path / "opened").touch()
-    flags = (["--compiler", "aot"], ["--self-draft", "int8"], ["--ngram-config", "4,2"], ["--temperature", "1"])
-    for number, asked in enumerate(flags):
-        own = environment | {"SPECDEC_CACHE_DIR": str(tmp_path / f"cache {number}")}
-        result = specdec_fork("run", "--model-dir", model_dir, *RUN, *asked, "--json", environment=own)
-        assert AFTERWARDS not in result.stderr
-        assert result.document["engine"]["build_config"]["compiler"] == "aot"
-    compiler = tmp_path / "bin" / "g++"
-    compiler.write_text("#!/bin/sh\necho no such flag >&2; exit 3\n")
-    own = environment | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
-    answers = [specdec_fork("run", "--model-dir", model_dir, *RUN, environment=own)]
-    wait_until(lambda: "no such flag" in (tmp_path / "cache" / "kernels.errors").read_text())
-    wait_until(lambda: not compiling(tmp_path / "cache"))
-    answers.append(specdec_fork("run", "--model-dir", model_dir, *RUN, environment=own))
-    assert [one.exit_code for one in answers] == [0, 1]
-    assert AFTERWARDS in answers[0].stderr and "no such flag" in answers[1].stderr
 
 
 def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, kernels: Path) -> None:
@@ -306,17 +221,6 @@ def test_damaged_entry_is_built_again(damage: str, run: Run, cache: Path) -> Non
     assert engines(cache) == [engine] and tree(engine) == whole
     again = run()
     assert again.exit_code == 0 and "compiling" not in again.stderr
-
-
-@pytest.mark.usefixtures("built_uncompiled")
-def test_what_a_build_has_left_that_was_killed_at_its_very_end_is_removed(run: Run, cache: Path) -> None:
-    """Killed when the engine was there, and its checkpoint not removed yet."""
-    assert run().exit_code == 0
-    (engine,) = engines(cache)
-    (engine.with_name(f".{engine.name}.left") / "checkpoint").mkdir(parents=True)
-    result = run()
-    assert result.exit_code == 0 and "compiling" not in result.stderr
-    assert engines(cache) == [engine]
 
 
 @pytest.mark.usefixtures("built_uncompiled")

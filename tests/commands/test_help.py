@@ -96,30 +96,3 @@ def test_help_is_shown_before_any_command_is_imported(specdec: Specdec) -> None:
     for words in (["--help"], ["serve", "-h"]):
         shown = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
         assert (shown.returncode, shown.stdout) == (0, specdec(*words).stdout), shown.stderr
-
-
-def test_common_flags_are_flags() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert COMMON - {option.name for command in LONG for option in commands[command].params} == set()
-
-
-@pytest.mark.slow
-def test_completion_in_bash_knows_commands_and_all_flags(specdec_process: Specdec) -> None:
-    """Completions as the script of `--show-completion bash` asks for them."""
-
-    def completed(line: str) -> list[str]:
-        asked = {"_SPECDEC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-        return specdec_process(environment=asked).stdout.split()
-
-    assert completed("specdec ") == list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    assert completed("specdec corpus ") == ["create", "merge", "stats"]
-    assert completed("specdec run --temp") == ["--temperature"]
-    assert completed("specdec run --ngram-r") == ["--ngram-ranking"]
-
-
-@pytest.mark.parametrize("shell", ["bash", "fish"])
-def test_completion_script_is_shown(shell: str, specdec_process: Specdec) -> None:
-    """Script as `--show-completion` shows it to the shell that it is called from."""
-    shown = specdec_process(environment={"_SPECDEC_COMPLETE": f"source_{shell}"})
-    assert shown.exit_code == 0
-    assert f"_SPECDEC_COMPLETE=complete_{shell}" in shown.stdout

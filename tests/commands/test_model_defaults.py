@@ -3,19 +3,16 @@
 import io
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Specdec, edit_json, ids_of
-from quantized import Q, save_gguf, write_tokenizer
 from sentences import Said
 from shared import record_anew
 from tiny import hf_greedy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from runtime.builder.engine_cache import EngineSettings
 from runtime.checkpoint.generation_config import read_model_defaults
 from runtime.core.params import MODEL_DEFAULTS
 from specdec_cli import LLM, NgramDrafter, SamplingParams, SpecDecWarning
@@ -132,46 +129,6 @@ def test_chat_is_sampled_as_the_model_says(specdec: Specdec, chatty_dir: Path, m
         (whole,) = llm.chat(MESSAGES)
         assert whole.finish_reason == "end_id" or len(whole.prompt_token_ids) + len(whole.token_ids) == room
         assert "".join(map(str, llm.stream_chat(MESSAGES, SamplingParams(seed=0, max_tokens=8)))) != ""
-
-
-@pytest.fixture
-def model_dir(llama_dir: Path, tmp_path: Path) -> Path:
-    """A directory as a hub has it."""
-    shutil.copytree(llama_dir, tmp_path / "model")
-    edit_json(tmp_path / "model" / "generation_config.json", **SAMPLED, repetition_penalty=1.3)
-    edit_json(tmp_path / "model" / "tokenizer_config.json", chat_template=TEMPLATE)
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def gguf_file(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
-    """The same by the keys that llama.cpp's converter writes."""
-
-    def edit(writer: Any) -> None:
-        write_tokenizer(writer, tokenizer, TEMPLATE)
-        writer.add_float32("general.sampling.temp", 0.6)
-        writer.add_int32("general.sampling.top_k", 20)
-        writer.add_float32("general.sampling.top_p", 0.9)
-        writer.add_float32("general.sampling.min_p", 0.05)
-        writer.add_float32("general.sampling.penalty_repeat", 1.3)
-
-    save_gguf(tmp_path / "model.gguf", Q.F32, vocab_size=len(tokenizer), edit=edit)
-    return tmp_path / "model.gguf"
-
-
-@pytest.mark.parametrize("kind", ["model_dir", "gguf_file"])
-def test_directories_and_files_say_it_alike(
-    kind: str, specdec: Specdec, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, said: Said
-) -> None:
-    compiled = EngineSettings.build_config
-    monkeypatch.setattr(EngineSettings, "build_config", lambda *given: replace(compiled(*given), compiler="none"))
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT + "\n"))
-    sizes = ["--max-seq-len", 96, "--max-output-len", 4]
-    result = specdec("chat", "--model-dir", request.getfixturevalue(kind), *sizes)
-    assert result.exit_code == 0, result.stderr
-    (line,) = [line for line in result.stdout.splitlines() if "temperature" in line]
-    said(line, "generation_config.json", "0.6", "0.9", "20")
-    said(result, "generation_config.json", "repetition_penalty", "1.3")
 
 
 @pytest.mark.parametrize(

@@ -56,13 +56,6 @@ def test_what_is_written_is_what_is_read(drafter: Any, profile: Profile, tmp_pat
     assert read_profile(tmp_path / "p") == written
 
 
-def test_paths_of_corpora_hold_elsewhere(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_profile(Path("p"), replace(profile, speculation=Speculation.of(replace(NGRAM, corpus=Path("c")), "fixed")))
-    drafter = read_profile(Path("p")).drafter
-    assert isinstance(drafter, NgramDrafter) and drafter.corpus == tmp_path / "c"
-
-
 def test_engines_are_told_apart_by_what_they_are_not_by_their_times(llama_engine_dir: Path) -> None:
     config = read_engine_config(llama_engine_dir)
     digest = engine_digest(config)

@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from command_line import NGRAM, PROMPT, Specdec, draft_model, line_of
+from command_line import NGRAM, PROMPT, Specdec
 from rich.console import Console
 from rich.text import Text
-from waiting import HANG_S, wait_until
+from waiting import wait_until
 
 from commands.output import progress
 
@@ -77,30 +77,6 @@ def test_without_a_terminal_a_phase_that_lasts_is_named_again_and_again() -> Non
         wait_until(lambda: file.getvalue().count("compiling …\n") >= 2)
     lines = [line for line in file.getvalue().splitlines() if not line.endswith("…")]
     assert [re.sub(r"^ +\d+\.\d s", "", line) for line in lines] == ["  loading", "  compiling"]
-
-
-def test_what_takes_no_ten_seconds_needs_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert progress.INTERVAL_S == 10
-    monkeypatch.setattr(progress, "INTERVAL_S", HANG_S)  # or it might on a machine that stands still
-    file = io.StringIO()
-    with progress.counting(Console(file=file, width=80), "timing", 2) as advance:
-        advance(2)
-    assert file.getvalue() == ""
-
-
-def test_the_lossless_check_shows_how_far_it_is(
-    specdec: Specdec, llama_engine_dir: Path, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (50,))  # too few to tell
-    where = ["run", "--engine-dir", llama_engine_dir, "--input-text", PROMPT, "--max-output-len", 12]
-    flags = [*draft_model(draft_engine_dir, "[4,[0],[0],True]"), "--temperature", 0.9, "--check-lossless"]
-    monkeypatch.setattr(sys, "stderr", screen := Screen())
-    result = specdec(*where, *flags)
-    assert result.exit_code == 3
-    for line in (r"generating .*/12", r"without a drafter .*12/12", r"lossless check .*[1-9]/\d"):
-        assert re.search(line, screen.words), line
-    assert "\x1b" not in result.stdout and line_of(result.stdout, "lossless check")
 
 
 @pytest.mark.parametrize("form", ["--json", "--quiet"])

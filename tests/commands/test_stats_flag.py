@@ -1,6 +1,5 @@
 """`--stats`: what each level shows and puts into the document, and that both agree."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,6 @@ ARGUMENTS = ["--ngram-config", NGRAM, *each("--input-text", [PROMPT, "One day"])
 def summarize(specdec: Specdec, llama_engine_dir: Path, articles: Path) -> Run:
     where = ["--engine-dir", llama_engine_dir, "--dataset", articles, "--test-engine", "--output-len", 12]
     return lambda *arguments: specdec("summarize", *where, *arguments)
-
-
-def rows_of(stdout: str, title: str) -> list[list[str]]:
-    """The cells of a table, bars left out."""
-    lines = stdout[stdout.index(title) :].splitlines()[4:]
-    end = next(i for i, line in enumerate(lines) if line.startswith("└"))
-    return [[cell.strip() for i, cell in enumerate(line.strip("│").split("│")) if i != 1] for line in lines[:end]]
 
 
 def assert_series_add_up(stats: dict[str, Any]) -> None:
@@ -45,22 +37,3 @@ def test_detailed_documents_have_the_counts_of_each_step(run: Run, summarize: Ru
         document = call(*arguments, "--json", "--stats", level).document
         assert_valid(command, document)
         assert not {"per_step_drafted", "per_step_accepted"} & set(document["requests"][0]["stats"])
-
-
-@pytest.mark.parametrize("command", ["run", "summarize"])
-def test_detailed_tables_say_what_the_document_says(run: Run, summarize: Run, command: str) -> None:
-    call, arguments = (run, ARGUMENTS) if command == "run" else (summarize, ["--ngram-config", NGRAM])
-    total = call(*arguments, "--json").document["total"]
-    stdout = call(*arguments, "--stats", "detailed").stdout
-    histogram = rows_of(stdout, "Accepted tokens of a draft")
-    assert [[row[0], row[1]] for row in histogram] == [
-        [str(i), str(count)] for i, count in enumerate(total["acceptance_histogram"])
-    ]
-    positions = rows_of(stdout, "Acceptance by position")
-    assert [row[1] for row in positions] == [str(count) for count in total["num_drafts_per_position"]]
-    assert [row[2] for row in positions] == [
-        "-" if rate is None else f"{rate * 100:.1f} %" for rate in total["acceptance_rate_per_position"]
-    ]
-    over_time = [re.split(" / ", row[1]) for row in rows_of(stdout, "Tokens per step over time")]
-    sums = [sum(int(pair[i].replace(",", "")) for pair in over_time) for i in (0, 1)]
-    assert sums == [total["num_generated_tokens"], total["num_steps"]]

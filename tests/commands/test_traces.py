@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import NGRAM, PROMPT, PROMPTS, Result, Specdec, each, ids_of
+from command_line import PROMPTS, Result, each, ids_of
 from sentences import Said
 from transformers import PreTrainedTokenizerFast
 
@@ -87,26 +87,3 @@ def test_what_run_writes_is_read_back_to_the_same_tokens(
     assert [list(trace.output_tokens) for trace in traces] == ids_of(document)
     assert [list(trace.prompt_tokens) for trace in traces] == [r["prompt_ids"] for r in document["requests"]]
     assert {trace.category for trace in traces} == {None}
-
-
-def test_written_traces_are_prompts_again_with_their_categories(run: Callable[..., Result], tmp_path: Path) -> None:
-    rows = [{"prompt": PROMPT, "category": "dogs"}, {"prompt_ids": [5, 6, 7]}]
-    prompts = write(tmp_path / "prompts.jsonl", *rows)
-    run("--input-file", prompts, "--output-traces", tmp_path / "a.jsonl")
-    run("--input-file", tmp_path / "a.jsonl", "--output-traces", tmp_path / "b.jsonl")
-    assert [trace.category for trace in read_traces(tmp_path / "a.jsonl", None)] == ["dogs", None]
-    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
-
-
-def test_summarize_writes_the_engines_answers_with_their_categories(
-    specdec: Specdec, llama_engine_dir: Path, articles: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "traces.jsonl"
-    result = specdec(
-        "summarize", "--engine-dir", llama_engine_dir, "--dataset", articles, "--test-engine", "--output-len", 6,
-        "--max-ite", 5, "--ngram-config", NGRAM, "--output-traces", path, "--json",
-    )  # fmt: skip
-    traces, requests = read_traces(path, None), result.document["requests"]
-    assert [list(trace.output_tokens) for trace in traces] == [request["output_ids"] for request in requests]
-    assert [list(trace.prompt_tokens) for trace in traces] == [request["prompt_ids"] for request in requests]
-    assert sorted(str(trace.category) for trace in traces) == ["dogs"] * 3 + ["girls"] * 2

@@ -1,8 +1,6 @@
 """vLLM's shapes of the Python API: results with `n` outputs, an `AsyncLLM`, vLLM's names, and what a text shows."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -141,12 +139,6 @@ def test_vllms_arguments_are_ours_or_are_answered(llama_uncompiled_dir: Path) ->
     assert drawn[0] == drawn[1] != drawn[2] and drawn[0][0] != drawn[0][1]
 
 
-def test_progress_is_on_standard_error_alone(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
-    llm.generate(PROMPTS, GREEDY, use_tqdm=True)
-    out, err = capfd.readouterr()
-    assert "100%" in err and not out
-
-
 def test_text_keeps_its_stop_word_if_asked_to(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], GREEDY)[0].text
     assert whole
@@ -175,23 +167,3 @@ def test_special_tokens_show_if_asked_to(llm: LLM) -> None:
     assert text(skip_special_tokens=False, include_stop_str_in_output=True) == token
     stopped = llm.generate(PROMPTS[0], SamplingParams(**only_end, ignore_eos=True, stop=token))[0]
     assert stopped.token_ids == [end] and stopped.finish_reason == "end_id"
-
-
-LEAVES = """
-import asyncio, sys
-from specdec_cli import AsyncLLM, SamplingParams
-llm = AsyncLLM(sys.argv[1])
-async def begin():
-    async for _ in llm.generate("The little dog", SamplingParams(max_tokens=150, ignore_eos=True)):
-        break
-asyncio.run(begin())
-print("over")
-"""
-
-
-@pytest.mark.slow
-def test_script_that_closes_no_async_llm_ends_without_a_word(llama_uncompiled_dir: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", LEAVES, str(llama_uncompiled_dir)], capture_output=True, text=True, timeout=HANG_S
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "over\n", "")

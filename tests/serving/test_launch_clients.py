@@ -67,10 +67,14 @@ def server(forks: Forks, llama_dir: Path, tmp_path_factory: pytest.TempPathFacto
         process.close()
 
 
-@pytest.mark.parametrize("name", TOOLS)
+INSTALLED = [
+    pytest.param(name, marks=pytest.mark.skipif(shutil.which(tool.executable) is None, reason=f"install {tool.title}"))
+    for name, tool in TOOLS.items()
+]
+
+
+@pytest.mark.parametrize("name", INSTALLED)
 def test_the_real_agent_gets_an_answer(forks: Forks, server: Server, tmp_path: Path, name: str) -> None:
-    if shutil.which(TOOLS[name].executable) is None:
-        pytest.skip(f"{TOOLS[name].title} is not installed: {TOOLS[name].install}")
     (tmp_path / "work").mkdir()
     environment = {name: os.environ[name] for name in ("PATH", "TERM", "LANG") if name in os.environ}
     done = forks.run(

@@ -118,12 +118,6 @@ def test_logprobs_of_chat_have_tokens_and_their_bytes(served: Served) -> None:
     assert again == entries
 
 
-def test_a_chat_may_be_as_long_as_there_is_room(served: Served) -> None:
-    found = chat(served, max_tokens=None)
-    assert found["usage"]["total_tokens"] == served.model.max_model_len
-    assert chat(served, max_tokens=3, max_completion_tokens=5)["usage"]["completion_tokens"] == 5
-
-
 def test_a_later_turn_finds_what_was_computed_for_the_earlier_ones(served: Served) -> None:
     """The prompt's K/V, and those of the answer that was generated, but its last token's."""
     served.llm.engine.clear_cache()

@@ -1,6 +1,5 @@
 """Completions: the texts are those of the Python API, however they are asked for."""
 
-import math
 from typing import Any
 
 import pytest
@@ -181,20 +180,6 @@ def test_logprobs_are_the_models_own(served: Served) -> None:
         assert [value for one in streamed for value in one[name]] == logprobs[name]
 
 
-def test_biased_tokens_are_chosen_or_never(served: Served) -> None:
-    token = served.llm.encode(" ball")[0][-1]
-    found = served.complete(max_tokens=5, ignore_eos=True, logit_bias={str(token): 100})
-    assert found["choices"][0]["text"] == served.llm.tokenizer.decode([token] * 5)  # type: ignore[union-attr]
-    (free,) = expected(served, PROMPT, temperature=0, max_tokens=12, ignore_eos=True)
-    banned = {str(one): -100 for one in set(free.token_ids)}
-    (other,) = expected(
-        served, PROMPT, temperature=0, max_tokens=12, ignore_eos=True, logit_bias={int(k): v for k, v in banned.items()}
-    )
-    assert not set(other.token_ids) & set(free.token_ids)
-    found = served.complete(max_tokens=12, ignore_eos=True, logit_bias=banned)
-    assert found["choices"][0]["text"] == other.text
-
-
 def test_a_prompt_is_echoed(served: Served) -> None:
     plain = served.complete(max_tokens=6)["choices"][0]["text"]
     assert served.complete(max_tokens=6, echo=True)["choices"][0]["text"] == PROMPT + plain
@@ -226,16 +211,6 @@ def test_speculation_changes_no_text_and_can_be_switched_off(served: Served) -> 
     assert drafted["default"] == drafted["on"] and drafted["ngram"] == drafted["as text"]
     longest = {name: len(one["accepted_per_position"]) for name, one in drafted.items()}
     assert longest == {"default": 4, "on": 4, "off": 0, "ngram": 7, "as text": 7, "suffix": 5, "short": 1}
-
-
-def test_speculation_leaves_log_probabilities_as_they_are(served: Served) -> None:
-    body: dict[str, Any] = {"prompt": PROMPTS[2], "max_tokens": 30, "ignore_eos": True, "logprobs": 2}
-    on = served.complete(**body)
-    off = served.complete(**body, speculative=False)
-    assert on["metrics"]["speculative_decoding"]["num_accepted_tokens"] > 0
-    found, expected = (one["choices"][0]["logprobs"]["token_logprobs"] for one in (on, off))
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert all(math.isfinite(value) and value < 0 for value in found)
 
 
 def test_a_server_without_a_drafter_says_so(make_served: MakeServed) -> None:

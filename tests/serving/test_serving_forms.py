@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -30,12 +29,6 @@ OF_SCHEMA: list[dict[str, Any]] = [
     {"guided_json": SCHEMA},
     {"json_schema": SCHEMA, "grammar": ""},
 ]
-OF_TEXTS: list[dict[str, Any]] = [
-    {"structured_outputs": {"regex": "[ab]{3}"}},
-    {"structured_outputs": {"choice": ["aab", "bba"]}},
-    {"guided_grammar": "start: /[ab]{3}/"},
-    {"ebnf": "root ::= [ab] [ab] [ab]"},
-]
 
 
 def asked(path: str, form: dict[str, Any]) -> dict[str, Any]:
@@ -55,12 +48,6 @@ def text_of(served: Served, path: str, form: dict[str, Any]) -> str:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_answers_are_valid_by_the_schema(served: Served, path: str, form: dict[str, Any]) -> None:
     jsonschema.validate(json.loads(text_of(served, path, form)), SCHEMA)
-
-
-@pytest.mark.parametrize("form", OF_TEXTS, ids=lambda form: "+".join(form))
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_answers_are_what_the_grammar_allows(served: Served, path: str, form: dict[str, Any]) -> None:
-    assert re.fullmatch("[ab]{3}", text_of(served, path, form))
 
 
 @pytest.mark.parametrize("speculative", [None, False, {"suffix_config": 4}, {"ngram_config": [4, 2], "draft_len": 2}])

@@ -174,9 +174,9 @@ def test_what_was_changed_is_put_back_after_any_end(
     assert list(path.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize("wrong", ["name", "absent", "flag", "blocked", "broken", "model", "nothing", "restore"])
+@pytest.mark.parametrize("wrong", ["name", "absent", "blocked", "broken", "model"])
 def test_what_is_wrong_is_told_in_a_sentence(
-    make_listening_once: Callable[..., Listening], forks: Forks, llama_dir: Path, home: Path, wrong: str, said: Said
+    make_listening_once: Callable[..., Listening], forks: Forks, home: Path, wrong: str, said: Said
 ) -> None:
     port = make_listening_once().port
     at_server, arguments, values = ["--port", str(port)], ["codex"], list[str]()
@@ -186,10 +186,6 @@ def test_what_is_wrong_is_told_in_a_sentence(
         case "absent":
             (home / "bin" / "codex").unlink()
             arguments, values = ["codex", *at_server], ["codex", "npm install -g @openai/codex"]
-        case "flag":
-            shutil.copytree(llama_dir, home / "m")
-            (home / "m" / "chat_template.jinja").write_text(TEMPLATE)
-            arguments, values = ["codex", str(home / "m"), "--port", "0", "--max-batch-size", "0"], ["0"]
         case "blocked":
             (home / ".codex").write_text("a file")
             arguments, values = ["codex", *at_server], [".codex/config.toml"]
@@ -199,14 +195,8 @@ def test_what_is_wrong_is_told_in_a_sentence(
             arguments, values = ["codex", *at_server], [".codex/config.toml"]
         case "model":
             arguments, values = ["codex", "other-model", *at_server], ["tiny", "other-model"]
-        case "nothing":
-            with socket.create_server(("127.0.0.1", 0)) as taken:
-                free = str(taken.getsockname()[1])
-            arguments, values = ["codex", "--port", free], []
-        case "restore":
-            arguments, values = ["aider", "--restore"], ["aider"]
     done = forks.run("launch", *arguments, environment=environment(home))
-    assert done.returncode == (2 if wrong in ("name", "nothing") else 1), done.stderr
+    assert done.returncode == (2 if wrong == "name" else 1), done.stderr
     first, second = done.stderr.splitlines()[-2:]
     assert first.startswith("error: ") and second.startswith("hint: ")
     said(first.replace(str(home), "HOME") + "\n" + second, *values)

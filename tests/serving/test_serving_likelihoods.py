@@ -57,15 +57,6 @@ def test_prompts_found_in_the_cache_or_not_in_pieces_or_not_have_the_same(
             assert one["token_logprobs"][1:] == pytest.approx(other["token_logprobs"][1:], abs=1e-5)
 
 
-def test_scoring_beside_generation_changes_neither(served: Served) -> None:
-    alone = [scored(served, text) for text in TEXTS]
-    ids = [served.llm.encode(text)[0] for text in TEXTS]
-    together = served.complete(prompt=ids, max_tokens=1, echo=True, logprobs=1, n=2)["choices"]
-    for choice in together:
-        expected = alone[choice["index"] // 2]["token_logprobs"]
-        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected[1:], abs=1e-5)
-
-
 def test_nothing_but_the_prompt_is_scored_without_output(served: Served) -> None:
     logprobs = scored(served, PROMPT, max_tokens=0)
     assert len(logprobs["token_logprobs"]) == len(served.llm.encode(PROMPT)[0])

@@ -49,14 +49,6 @@ def test_counters_are_the_sums_of_what_answers_said(make_served: MakeServed) -> 
     assert told["vllm:kv_cache_usage_perc"] == 0
 
 
-def test_a_prompt_that_is_only_scored_generates_nothing(make_served: MakeServed) -> None:
-    served = make_served(None)
-    usage = served.complete(max_tokens=0, echo=True, logprobs=1)["usage"]
-    told = samples(served)
-    assert told["vllm:generation_tokens_total"] == usage["completion_tokens"] == 0
-    assert told["vllm:prompt_tokens_total"] == usage["prompt_tokens"] > 0
-
-
 def test_the_model_is_told_as_clients_ask_for_it(served: Served) -> None:
     for path in ("/v1/models", "/models"):
         data = served.client.get(path).json()

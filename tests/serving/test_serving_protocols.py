@@ -1,7 +1,6 @@
 """OpenAI's Responses and Anthropic's Messages: the same model, asked and answered in other words."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,7 @@ import jsonschema
 import pytest
 from pydantic_core import from_json
 from sentences import Said
-from serving_models import Served, opened
-from shared import shared_engine
-from starlette.testclient import TestClient
+from serving_models import Served
 
 from runtime.proof.receipts import read_receipts
 
@@ -268,77 +265,6 @@ def test_a_message_has_as_many_tokens_as_there_is_room_for(tooled: Served) -> No
     too_long = tooled.post(MESSAGES, messages=[{"role": "user", "content": "Go on. " * 30}], max_tokens=1)
     assert too_long.status_code == 400
     assert too_long.json()["error"]["message"].startswith("prompt is too long: ")
-
-
-NUM_CONVERSATIONS = 2
-AS_TEMPLATE = {"guided_choice": [f"Hm.\n</think>\n\nI go.{CALL}"]}
-"""An answer that has the form which the template gives it in the next turn."""
-
-
-def chat_turn(served: Served, said: list[dict[str, Any]], topic: str) -> tuple[int, int, int]:
-    """Numbers of the prompt's tokens, of those found in the cache, and of the output's, of one turn that ends with a
-    call and what it gave.
-    """
-    body = AS_TEMPLATE | THOUGHT | {"max_tokens": 90}
-    tools = [{"type": "function", "function": {"name": "go", "parameters": SCHEMA}}]
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": topic}, *said]
-    found = ok(served.post(CHAT, messages=messages, tools=tools, **body))
-    message = found["choices"][0]["message"]
-    assert message["reasoning_content"] == "Hm." and found["choices"][0]["finish_reason"] == "tool_calls"
-    said += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}]
-    usage = found["usage"]
-    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return usage["prompt_tokens"], num_cached, usage["completion_tokens"]
-
-
-def responses_turn(served: Served, said: list[dict[str, Any]], topic: str) -> tuple[int, int, int]:
-    body = AS_TEMPLATE | THOUGHT | {"max_output_tokens": 90, "tools": [FUNCTION], "store": False}
-    found = ok(served.post(RESPONSES, instructions=SYSTEM, input=[{"role": "user", "content": topic}, *said], **body))
-    assert [item["type"] for item in found["output"]] == ["reasoning", "message", "function_call"]
-    call_id = found["output"][2]["call_id"]
-    said += [*found["output"], {"type": "function_call_output", "call_id": call_id, "output": "ok"}]
-    usage = found["usage"]
-    return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
-
-
-def messages_turn(served: Served, said: list[dict[str, Any]], topic: str) -> tuple[int, int, int]:
-    only = {"name": "go", "input_schema": SCHEMA | {"properties": {"by": {"enum": [2]}}}}
-    body = {"tools": [only], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 80}
-    body |= {"temperature": 0}  # or it may think, which the template does not write
-    found = ok(served.post(MESSAGES, system=SYSTEM, messages=[{"role": "user", "content": topic}, *said], **body))
-    gave = {"type": "tool_result", "tool_use_id": found["content"][-1]["id"], "content": "ok"}
-    said += [{"role": "assistant", "content": found["content"]}, {"role": "user", "content": [gave]}]
-    usage = found["usage"]
-    num_cached = usage["cache_read_input_tokens"]
-    return usage["input_tokens"] + num_cached, num_cached, usage["output_tokens"]
-
-
-SYSTEM = "You go."
-
-
-@pytest.fixture(scope="module")
-def roomy(llama_dir: Path, shared: Path, tooled: Served) -> Iterator[Served]:
-    """The same server, of an engine with room for prompts of several turns."""
-    engine_dir = shared_engine(shared / "engines", llama_dir, max_seq_len=256, max_input_len=200)
-    with opened(engine_dir, tooled.llm.tokenizer_dir) as (served, app), TestClient(app) as client:
-        yield Served(client, served)
-
-
-@pytest.mark.parametrize(
-    "turn", [chat_turn, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (responses_turn, messages_turn))]
-)
-def test_a_turn_costs_its_new_tokens_with_several_conversations_in_turn(roomy: Served, turn: Any) -> None:
-    """Reasoning, calls and what they gave are written again as they were generated: all of it but the last token of the
-    output, which no step has read, is found.
-    """
-    said: list[list[dict[str, Any]]] = [[] for _ in range(NUM_CONVERSATIONS)]
-    before = [0] * NUM_CONVERSATIONS
-    for number in range(2):
-        for i in range(NUM_CONVERSATIONS):
-            num_prompt, num_cached, num_output = turn(roomy, said[i], f"{turn.__name__[0]}{i}")
-            if number:
-                assert before[i] <= num_cached < num_prompt, (number, i)
-            before[i] = num_prompt + num_output - 1
 
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {

@@ -63,18 +63,6 @@ def test_only_allowed_tokens_are_chosen_in_every_protocol(served: Served) -> Non
     assert {*asked_by_each_protocol(served, **fields).values()} == {expected.text}
 
 
-def test_a_stop_word_before_the_least_tokens_stays_in_the_text(served: Served) -> None:
-    text = served.complete(**GREEDY, ignore_eos=True)["choices"][0]["text"]
-    word = text.split()[0]
-    assert served.complete(**GREEDY, stop=word)["choices"][0]["text"].strip() == ""
-    body = {**GREEDY, "stop": word, "min_tokens": 6, "ignore_eos": True}
-    (expected,) = served.llm.generate(PROMPT, SamplingParams(**body))
-    whole = served.complete(**body)["choices"][0]["text"]
-    assert whole == expected.text and word in whole
-    chunks = served.stream(prompt=PROMPT, **body)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
-
-
 @pytest.mark.parametrize(
     ("path", "body"), [(COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})], ids=["completions", "chat"]
 )

@@ -1,6 +1,5 @@
 """Places of tokens in a text, their bytes, and which of them a stop word cut off: whole and streamed alike."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +62,6 @@ def test_names_of_byte_tokens_are_their_bytes(in_bytes: Served) -> None:
     name = [bytes_of(in_bytes.llm.tokenizer, token) for token in tokens].index(b"\xc3")
     assert found["tokens"][name : name + 2] == ["bytes:\\xc3", "bytes:\\xa9"]
     assert any(sum(name.startswith("bytes:") for name in top) > 1 for top in found["top_logprobs"][1:])
-
-
-def test_bytes_of_tokens_make_the_text(make_served: MakeServed, in_bytes_dir: Path) -> None:
-    """Tokens of a chat, where a byte token's text by itself is U+FFFD."""
-    shutil.copytree(in_bytes_dir, chat_dir := in_bytes_dir.with_name("chat"))
-    (chat_dir / "chat_template.jinja").write_text(TEMPLATE)
-    served = make_served(None, tokenizer_dir=chat_dir)
-    body = {"messages": [{"role": "user", "content": "a dog"}], "logprobs": True, "top_logprobs": 2}
-    response = served.post("/v1/chat/completions", **body, temperature=0, max_completion_tokens=40, ignore_eos=True)
-    (choice,) = response.json()["choices"]
-    entries = choice["logprobs"]["content"]
-    assert len(entries) == 40 and any(len(entry["bytes"]) == 1 and entry["bytes"][0] >= 0x80 for entry in entries)
-    shown = [entry["bytes"] for entry in entries if entry["token"] not in ("<pad>", "<s>", "</s>")]
-    assert b"".join(map(bytes, shown)).decode("utf-8", "replace") == choice["message"]["content"]
 
 
 def test_of_what_a_stop_word_cut_off_nothing_is_told(served: Served) -> None:

@@ -73,21 +73,6 @@ def test_a_schema_begins_where_thinking_ends(tooled: Served, budget: int) -> Non
         assert tampered["thinking"] == "think" and tampered["sampling"]["thinking_token_budget"] == budget
 
 
-def test_python_has_the_schema_behind_thinking_too(tooled: Served) -> None:
-    prompt = "Go <think>\n"
-    params = SamplingParams(
-        thinking_token_budget=3, temperature=1.2, seed=5, max_tokens=60, json_schema=SCHEMA, receipt=True
-    )
-    ((drafted,), (alone,)) = (
-        tooled.llm.generate(prompt, params, drafter=drafter)[0].outputs for drafter in (NgramDrafter(4, 2), None)
-    )
-    assert drafted.token_ids == alone.token_ids and ends_after(tooled, list(alone.token_ids), 3)
-    jsonschema.validate(json.loads((alone.text or "").partition("</think>")[2]), SCHEMA)
-    assert tooled.llm.check_receipts([drafted.receipt])[0].verdict == "exact"
-    streamed = "".join(piece.text for piece in tooled.llm.stream(prompt, params, drafter=NgramDrafter(4, 2)))
-    assert streamed == alone.text
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -202,15 +202,6 @@ def test_a_stop_word_in_a_call_ends_it_as_a_limit_does(tooled: Served, word: str
     assert num_stopped > 0
 
 
-def test_a_schema_of_the_answer_holds_beside_tools(tooled: Served) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    for seed in range(3):
-        found = chat(tooled, response_format={"type": "json_object", "schema": schema}, seed=seed)
-        message = found["message"]
-        if "tool_calls" not in message and found["finish_reason"] == "stop":
-            jsonschema.validate(json.loads(message["content"]), schema)
-
-
 @pytest.mark.parametrize(
     ("arguments", "written_as"),
     [('{"by": 1, "to": "left"}', '{"by": 1, "to": "left"}'), ('{"by": 1, "t', r'"{\"by\": 1, \"t"'), ("", "{}")],
@@ -266,17 +257,6 @@ def test_an_edit_is_drafted_from_what_a_tool_gave(tooled: Served, is_in_call: bo
         steps[gave] = sequence.stats
     assert steps[FILE].num_steps <= 0.5 * steps["ok"].num_steps
     assert (steps[FILE].draft_acceptance_rate or 0) > 0.6
-
-
-def test_what_a_tool_gave_changes_no_text_when_it_is_looked_up(tooled: Served) -> None:
-    gave, call = '"b"\n', CALL | {"function": {"name": "f", "arguments": "{}"}}
-    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, GAVE | {"content": gave}]
-    texts = [written("f", json.dumps({"to": one})) for one in (gave, gave[:2])]
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    for body in ({"guided_choice": texts}, {"temperature": 0}, {"temperature": 2}):
-        asked = body | {"messages": messages, "tools": tools, "seed": 4, "max_tokens": 60}
-        found = [tooled.post(CHAT, **asked, speculative=speculative).json() for speculative in (True, False)]
-        assert "choices" in found[0] and found[0]["choices"] == found[1]["choices"]
 
 
 def test_a_template_without_tools_has_them_written_as_text(make_served: MakeServed) -> None:
@@ -357,20 +337,6 @@ def test_a_model_that_knows_no_tools_says_so(served: Served, said: Said) -> None
         error = response.json()["error"]
         assert (response.status_code, error["code"], error["param"]) == (400, "no_tools", param)
         said(error["message"], "`--tool-call-parser`")
-
-
-def test_a_predicted_message_is_drafted_and_changes_nothing(tooled: Served) -> None:
-    """The same by chat completions, whole and in a stream, and by Responses."""
-    body = {"temperature": 1, "tools": [], "max_tokens": 40, "ignore_eos": True}
-    without = chat(tooled, **body)
-    text = without["message"]["content"]
-    predicted = body | {"prediction": {"type": "content", "content": text}}
-    assert chat(tooled, **predicted) == joined(tooled, **predicted) == without
-    response = tooled.post(CHAT, messages=ASKED, seed=3, **predicted)
-    assert response.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
-    asked = {key: value for key, value in predicted.items() if key != "max_tokens"} | {"max_output_tokens": 40}
-    (item,) = tooled.post("/v1/responses", input="Go", seed=3, **asked).json()["output"]
-    assert item["content"][0]["text"] == text
 
 
 @pytest.mark.parametrize("name", WRONG)

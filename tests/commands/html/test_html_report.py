@@ -1,6 +1,5 @@
 """`--report`: the page is parsed again, and says what the JSON says, refers to nothing, and escapes everything."""
 
-import copy
 import json
 import os
 import re
@@ -11,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import NGRAM, PROMPTS, Result, Specdec, each, tree
+from command_line import NGRAM, PROMPTS, Specdec, each
 from html_pages import Page, assert_needs_nothing_else, assert_says_what_the_document_says, visible
-from sentences import Said
-
-from commands.output.html.report import html_report
-from runtime.measure.text_steps import Piece
 
 Document = dict[str, Any]
-Run = Callable[..., Result]
 ARGUMENTS = ["--ngram-config", NGRAM, *each("--input-text", PROMPTS), "--max-output-len", 30, "--end-id", 0]
 
 
@@ -119,16 +113,6 @@ def test_everything_is_escaped(reported: Reported, tmp_path: Path) -> None:
     assert_says_what_the_document_says(page, document)
 
 
-def test_names_of_a_dataset_are_escaped(reported: Reported, tmp_path: Path) -> None:
-    dataset = tmp_path / "<i>.jsonl"
-    row = {"id": HOSTILE, "category": "a/b~<u>\"'", "article": "The dog", "highlights": HOSTILE}
-    dataset.write_text(json.dumps(row))
-    document, page = reported("summarize", "--dataset", dataset, "--test-engine", "--output-len", 4)
-    assert page.text.count(visible(HOSTILE)) == 2
-    assert "a/b~<u>\"'" in page.text
-    assert_says_what_the_document_says(page, document)
-
-
 def test_nothing_measured_is_a_dash_with_the_reason(reported: Reported) -> None:
     document, page = reported("run", "--input-text", "One day", "--max-output-len", 1, "--end-id", 0)
     assert document["total"]["draft_acceptance_rate"] is None
@@ -138,27 +122,6 @@ def test_nothing_measured_is_a_dash_with_the_reason(reported: Reported) -> None:
     assert "there is no drafter to compare" in page.text and "not checked" in page.text
     assert "By category" not in page.text
     assert_says_what_the_document_says(page, document)
-
-
-def test_interrupted_run_says_so(reported: Reported) -> None:
-    document, _ = reported("run", *ARGUMENTS)
-    document["num_unfinished_requests"] = 3
-    pieces = [[Piece("x", "plain", i) for i in range(30)] for _ in document["requests"]]
-    page = Page(html_report(document, pieces))
-    assert "Interrupted: 5 of 8 requests had finished" in page.text
-    nothing = copy.deepcopy(document) | {"requests": [], "num_unfinished_requests": 8}
-    nothing["total"] |= {"tokens_per_step": None, "wall_s": 0.0, "output_tokens_per_second": None, "num_steps": 0}
-    html = html_report(nothing, [])
-    assert_needs_nothing_else(html)
-    assert "0 of 8 requests had finished" in Page(html).text and "No request had finished." in Page(html).text
-
-
-def test_report_that_cannot_be_written_is_found_before_the_run(run: Run, tmp_path: Path, said: Said) -> None:
-    """Before the engine is looked for, even."""
-    result = run("--report", tmp_path / "none" / "report.html", "--engine-dir", tmp_path / "no-engine")
-    assert (result.exit_code, result.stdout) == (1, "")
-    said(result)
-    assert tree(tmp_path) == []
 
 
 def luminance(colour: str) -> float:

@@ -121,21 +121,6 @@ def test_one_drafter_is_enough(given: tuple[str, ...], said: Said) -> None:
     said(raised, *(f"`{flag}`" for flag in given))
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("[]", "1; 2; []"),
-        ("[0,[0]]", "max_draft_len; `--suffix-config`; 1; 0"),
-        ("[10,0]", "device_list; `--suffix-config`; 0"),
-    ],
-)
-def test_malformed_suffix_config_names_the_part_that_is_wrong(text: str, wrong: str, said: Said) -> None:
-    with pytest.raises(UsageError) as raised:
-        parse_config("suffix_config", text)
-    said(raised, *wrong.split("; "))
-    assert raised.value.hint
-
-
 OPTIONS: dict[str, Any] = {
     "ngram_ranking": "recent",
     "min_matching_ngram_size": 2,
@@ -177,12 +162,6 @@ def choose(options: LeaderOptions, drafters: str | None = None, **flags: Any) ->
     """Read them by the flags of leader mode, and those of both modes."""
     speculation = SpeculationOptions(DrafterFlags(**flags), drafters=drafters)
     return speculation.resolve(options.flags(None, speculation))[0].drafters
-
-
-def test_options_of_ngram_lookup_are_its_settings() -> None:
-    expected = (NgramDrafter(10, 3, 2, "recent", "public", Path("c")),)
-    assert parse(ngram_config="[10,3,[0]]", **OPTIONS) == expected
-    assert choose(leader("NGRAM", 10, 3), **OPTIONS) == expected
 
 
 def test_draft_model_alone_says_what_drafts(tmp_path: Path) -> None:
@@ -227,16 +206,6 @@ def test_self_draft_config_is_draft_length_devices_and_the_rule(
     text: str, drafter: SelfDrafter, devices: tuple[int, ...] | None
 ) -> None:
     assert parse_config("self_draft_config", text) == (drafter, devices)
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [("[0,[0]]", "draft_len; `--self-draft-config`; 1; 0"), ("[4,[0],1]", "use_logits; `--self-draft-config`; 1")],
-)
-def test_malformed_self_draft_config_names_the_part_that_is_wrong(text: str, wrong: str, said: Said) -> None:
-    with pytest.raises(UsageError) as raised:
-        parse_config("self_draft_config", text)
-    said(raised, *wrong.split("; "))
 
 
 @pytest.mark.parametrize("names", [["ngram", "draft-target"], ["draft-target", "ngram"], [*CONFIGS], ["custom"]])

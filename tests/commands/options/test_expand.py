@@ -10,7 +10,7 @@ import typer
 from sentences import Said
 from typer.testing import CliRunner
 
-from commands.options.expand import expand_groups, given_flags
+from commands.options.expand import expand_groups
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,6 @@ def test_command_gets_its_groups_filled() -> None:
     assert calls == [("a", Outer(path=Path("p"), inner=Inner(3, ["x", "y"]), fast=True), Last(2.0))]
 
 
-def test_flags_left_out_have_their_fields_defaults() -> None:
-    command, calls = expanded()
-    assert invoke(command, "a", "--path", "p").exit_code == 0
-    command(name="a", path=Path("p"))
-    assert calls == [("a", Outer(path=Path("p")), Last())] * 2
-
-
 def test_field_without_default_is_required(said: Said) -> None:
     command, calls = expanded()
     assert invoke(command, "a").exit_code == 2
@@ -88,9 +81,3 @@ def test_two_flags_of_one_name_are_refused_at_import(group: type, said: Said) ->
     with pytest.raises(TypeError) as error:
         expand_groups(command)
     said(error, "size, words")
-
-
-def test_given_flags_are_those_that_differ_from_nothing() -> None:
-    assert given_flags(Outer(path=Path("p"))) == {"--path": Path("p")}
-    group = Outer(path=Path("p"), inner=Inner(0, []), fast=True)
-    assert given_flags(group) == {"--path": Path("p"), "--size": 0, "--words": [], "--fast": True}

@@ -70,36 +70,6 @@ def test_tables_of_run(tables_of: Tables, llama_engine_dir: Path) -> None:
         assert_nothing_is_cut(table)
 
 
-def test_tables_of_summarize_and_compare(
-    tables_of: Tables, specdec: Specdec, llama_engine_dir: Path, articles: Path, tmp_path: Path
-) -> None:
-    arguments = ["summarize", "--engine-dir", llama_engine_dir, "--dataset", articles, "--test-engine"]
-    drafting = ["--output-len", 12, "--ngram-config", NGRAM]
-    tables = tables_of(*arguments, *drafting, "--stats", "detailed")
-    assert len(tables) == 5
-    documents = [specdec(*arguments, "--output-len", 12, *more, "--json").stdout for more in ([], drafting[2:])]
-    for name, document in zip("ab", documents, strict=True):
-        (tmp_path / name).write_text(document)
-    tables += tables_of("compare", tmp_path / "a", tmp_path / "b")
-    assert len(tables) == 7
-    for table in tables:
-        assert_nothing_is_cut(table)
-
-
-def test_tables_of_tune_and_corpus(tables_of: Tables, specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> None:
-    engine, traces, corpus = llama_engine_dir, tmp_path / "traces.jsonl", tmp_path / "a.corpus"
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "{text}", "category": "of {text[:9]}"}}\n' for text in PROMPTS))
-    specdec("run", "--engine-dir", engine, "--input-file", prompts, "--max-output-len", 20, "--output-traces", traces)
-    specdec("corpus", "create", "--output", corpus, "--tokenizer-dir", engine, "--traces", traces)
-    tables = tables_of("tune", "--engine-dir", engine, "--traces", traces, "--ngram-config", "[4,2,[0]]")
-    assert len(tables) == 3
-    tables += tables_of("corpus", "stats", corpus)
-    assert len(tables) == 5
-    for table in tables:
-        assert_nothing_is_cut(table)
-
-
 def small_table(num_rows: int) -> Table:
     table = Table(title="Latencies")
     table.add_column("request")
@@ -166,12 +136,3 @@ def test_lines_go_then_headers_are_wrapped_then_columns_part_and_few_rows_become
 ) -> None:
     lines = [line.rstrip() for line in rendered(small_table(num_rows), width)]
     assert "\n".join(["", *lines, ""]) == SHOWN[num_rows, width]
-
-
-def test_words_longer_than_a_line_go_on_in_the_next() -> None:
-    table = Table(title=f"Engine /{'very-long-path/' * 20}")
-    for column in ("", "A", "B"):
-        table.add_column(column, overflow="fold")
-    table.add_row("engine.environment.torch", "2.13", f"/{'deep/' * 50}engine")
-    table.add_row("settings.temperature", "0.8", "1.0")
-    assert_nothing_is_cut(table)

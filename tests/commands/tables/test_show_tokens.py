@@ -8,11 +8,9 @@ from byte_tokenizers import any_byte_level_tokens, byte_fallback, byte_level, te
 from command_line import NGRAM, PROMPTS, Result, each
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sentences import Said
 from strength import examples
 from transformers import PreTrainedTokenizerFast
 
-from commands.output.tables.drafts import _by_brackets
 from runtime.core.request import Draft, Request, Sequence, VerifyResult
 from runtime.measure.text_steps import StepRange, token_kinds, token_texts, tokens_over_time
 from runtime.text.text import StopWords, output_text
@@ -143,18 +141,3 @@ def test_colour_marks_without_a_letter_more(run: Run, monkeypatch: pytest.Monkey
     assert outputs_of(ANSI.sub("", coloured)) == plain
     monkeypatch.setenv("NO_COLOR", "1")
     assert "⟦" in run(*ARGUMENTS, "--show-tokens").stdout
-
-
-def test_marks_are_ascii_where_stdout_is() -> None:
-    assert [_by_brackets("ascii")("x", kind) for kind in ("accepted", "recovered", "bonus", "plain")] == [
-        "[x]", "<x>", "{x}", "x",
-    ]  # fmt: skip
-    assert _by_brackets("utf-8")("x", "bonus") == "⟪x⟫"
-
-
-@pytest.mark.parametrize(("flag", "word"), [("--streaming", "")])
-def test_marks_are_refused_where_stdout_is_for_something_else(run: Run, flag: str, word: str, said: Said) -> None:
-    result = run("--show-tokens", flag)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "hint:" in result.stderr
-    said(result, *word.split("; "))

@@ -4,19 +4,16 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from shared import once, record_anew
+from shared import record_anew
 from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_prompt
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -37,14 +34,11 @@ from runtime.compiler import capture
 from runtime.core.request import Request
 from runtime.engine.engine import Engine
 from runtime.engine.load import current_environment
-from runtime.kernels.library import are_kernels_compiled
 from runtime.loop.orchestrator import generate
 from runtime.model.attention import PagedInputs
 from runtime.model.quantized import QuantizedLinear, place_quantized
 from runtime.util.errors import SpecDecError
-from scripts.tools import families
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 UNQUANTIZED = QuantConfig()
 
@@ -87,13 +81,6 @@ def edit_config(engine_dir: Path, edit: Callable[[dict[str, Any]], Any]) -> None
     edit(data)
     data["config_digest"] = config_digest(data)
     (engine_dir / "config.json").write_text(json.dumps(data))
-
-
-@pytest.mark.parametrize("fixture", ["llama_uncompiled_dir", "llama_engine_dir"])
-def test_logits_were_checked_when_built(fixture: str, request: pytest.FixtureRequest) -> None:
-    check = read_engine_config(request.getfixturevalue(fixture)).logits_check
-    assert 0 < check.max_abs_difference < 1e-3
-    assert 0 < check.relative_difference < 1e-5 < check.tolerance == 1e-4
 
 
 @pytest.mark.parametrize("first", [7, None])
@@ -209,18 +196,6 @@ def test_right_step_is_not_refused_for_what_transformers_rounds(
     assert read_engine_config(tmp_path / "engine").logits_check == check
 
 
-@pytest.mark.parametrize("qformat", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_right_step_is_not_refused_for_the_tokens_that_8_bits_move_most(
-    qformat: Literal["int4", "int8"], tmp_path: Path
-) -> None:
-    """Gemma 3 270M's copy in int4 was, for one row of 18."""
-    precision = QuantConfig(qformat, 64, activations="int8")
-    check = build(make_steep_checkpoint(tmp_path, "llama", 6, 0.2, precision), tmp_path / "engine").logits_check
-    assert check.relative_difference > check.tolerance == 0.2
-    assert check.from_float32 is not None and check.transformers_from_float32 is not None
-    assert 0.3 < check.from_float32 < check.transformers_from_float32
-
-
 @pytest.mark.parametrize(
     ("family", "broken", "precision", "tolerance"),
     [
@@ -275,23 +250,6 @@ def test_right_mixture_is_not_refused_for_near_ties_of_its_routers(family: str, 
     assert check.relative_difference <= check.tolerance or check.from_float32 is not None
 
 
-PHI_MIXTURES = [(0, 0.6), (1, 0.3)]
-"""Seeds and standard deviations of random Phi-3.5 mixtures that have near ties which bfloat16 decides by chance."""
-
-
-def make_phi_checkpoint(work_dir: Path, seed: int, std: float) -> Path:
-    model = families.random_model(f"phimoe{seed}", families.small_config("phimoe"), std, std)
-    return make_checkpoint(model, work_dir, "bfloat16")
-
-
-@pytest.mark.parametrize(("seed", "std"), PHI_MIXTURES)
-def test_right_mixture_that_chooses_by_the_highest_score_is_not_refused(seed: int, std: float, tmp_path: Path) -> None:
-    """Phi-3.5 takes the best expert, then the second best, and weighs each beside those within 2 % of it."""
-    settings = {"max_batch_size": 4, "max_input_len": 349, "max_seq_len": 384, "max_draft_len": 6}
-    check = build(make_phi_checkpoint(tmp_path, seed, std), tmp_path / "engine", **settings).logits_check
-    assert check.relative_difference <= check.tolerance or check.from_float32 is not None
-
-
 class _WrongExperts(TorchFunctionMode):
     """Takes, where experts are chosen, the next ones by number, or each with the weight of another."""
 
@@ -321,35 +279,6 @@ def test_mixture_by_wrong_experts_is_refused(
 
     monkeypatch.setattr(build_module, "compute", compute_wrongly)
     check_refused(make_mixture_checkpoint(tmp_path, family, 0), tmp_path, said, "0.05", "float32")
-
-
-@pytest.mark.parametrize(("seed", "std"), PHI_MIXTURES)
-def test_mixture_that_chooses_by_the_highest_score_is_refused_by_wrong_experts(
-    seed: int, std: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Said
-) -> None:
-    def compute_wrongly(*arguments: Any) -> Computed:
-        with _WrongExperts("experts"):
-            return compute(*arguments)
-
-    monkeypatch.setattr(build_module, "compute", compute_wrongly)
-    check_refused(make_phi_checkpoint(tmp_path, seed, std), tmp_path, said, "0.05", "float32")
-
-
-@pytest.mark.parametrize("is_first", [True, False], ids=["all", "second"])
-def test_mixture_that_sees_one_key_too_many_is_refused(
-    is_first: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Said
-) -> None:
-    """Refused of the second text alone too, which is a third of what is compared."""
-
-    def broken(mask: Callable[..., Tensor], self: PagedInputs, *arguments: Any) -> Tensor:
-        more = torch.ones_like(self.positions)
-        if not is_first:
-            more[0] = 0
-        return mask(dataclasses.replace(self, positions=self.positions + more, masks={}), *arguments)
-
-    checkpoint_dir = make_mixture_checkpoint(tmp_path, "mixtral", 0)
-    monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(functools.partial(broken, PagedInputs.mask)))
-    check_refused(checkpoint_dir, tmp_path, said, "0.05", "float32")
 
 
 def test_near_ties_are_decided_otherwise_and_nothing_else() -> None:
@@ -498,27 +427,6 @@ def test_interrupted_build_leaves_nothing(phase: str, llama_checkpoint_dir: Path
     with pytest.raises(KeyboardInterrupt):
         build_engine(llama_checkpoint_dir, tmp_path / "engine", make_build(), CPU, replace=False, phase=interrupt)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_first_build_says_how_long_kernels_take(
-    llama_checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
-
-    def stop_before_compiling(name: str) -> None:
-        names.append(name)
-        if name.startswith("compiling"):
-            raise KeyboardInterrupt
-
-    for cache in ("none", None):
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            if cache is not None:
-                patched.setenv("SPECDEC_CACHE_DIR", str(tmp_path / cache))
-            build = make_build(compiler="aot")
-            build_engine(llama_checkpoint_dir, tmp_path / "e", build, CPU, replace=False, phase=stop_before_compiling)
-    first, later = (name for name in names if name.startswith("compiling"))
-    assert first == "compiling the step (first the CPU kernels: about 2 minutes, once)"
-    assert later == "compiling the step" or not are_kernels_compiled()
 
 
 @pytest.mark.parametrize(
@@ -797,43 +705,8 @@ def test_shapes_that_are_not_the_steps_are_an_error(
 # torch-compile
 
 
-FIRST_PROCESS = """
-import sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from tiny import build_tiny
-build_tiny(Path(sys.argv[1]), Path(sys.argv[2]), compiler="torch-compile")
-"""
 ODD = {"num_hidden_layers": 1, "intermediate_size": 49}
 """Linear layers with an odd number of inputs, which token programs lack."""
-
-
-def run_python(code: str, *arguments: str, work_dir: Path) -> str:
-    """Stdout of a process with an empty compile cache, whose compiler lists in `compiled` what it compiles."""
-    compiler = work_dir / "bin" / "g++"
-    compiler.parent.mkdir(exist_ok=True)
-    script = f'for word; do case $word in *.cpp|*.hpp) echo "$word" >> {work_dir / "compiled"};; esac; done'
-    compiler.write_text(f'#!/bin/sh\n{script}\nexec {shutil.which("g++")} "$@"\n')
-    compiler.chmod(0o755)
-    environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(work_dir / "cache"),
-        "PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT / "tests"),
-    }
-    command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True, env=environment)
-    shutil.rmtree(work_dir / "cache", ignore_errors=True)
-    return result.stdout
-
-
-@pytest.fixture(scope="module")
-def compiled_engine_dir(shared: Path, kernels: Path) -> Path:
-    def make(work_dir: Path) -> None:
-        make_model("llama", **ODD).save_pretrained(work_dir / "model")
-        run_python(FIRST_PROCESS, str(work_dir / "model"), str(work_dir), work_dir=work_dir)
-
-    return once(shared / "compiled", make) / "engine"
 
 
 def test_a_model_with_operations_that_programs_lack_is_for_torch_compile(
@@ -898,44 +771,3 @@ def test_a_model_that_computes_by_the_number_of_tokens_is_no_program(
     with pytest.raises(SpecDecError) as error:
         build(checkpoint_dir, tmp_path / "engine", compiler="aot")
     said(error, "depends on a size")
-
-
-SECOND_PROCESS = """
-import json, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from torch._dynamo.utils import counters
-from runtime.drafters.ngram import NgramLookup
-from runtime.engine.engine import Engine
-from runtime.loop.orchestrator import generate
-from runtime.core.request import Request
-
-prompts = json.loads(sys.argv[2])
-outputs = {}
-with Engine.open(Path(sys.argv[1])) as engine:
-    requests = [Request(i, tuple(prompt), 20) for i, prompt in enumerate(prompts)]
-    for drafter in (None, NgramLookup(2)):
-        for sequence, _ in generate(engine, requests, drafter, 10):
-            outputs[sequence.request.id, drafter is None] = sequence.output_tokens
-print(json.dumps([list(outputs.values()), counters["inductor"]]))
-"""
-
-
-@pytest.mark.slow
-def test_second_process_finds_everything_compiled(compiled_engine_dir: Path) -> None:
-    """All comes from the engine directory, which stays as it is, and the output equals Hugging Face's."""
-    compiled = compiled_engine_dir.parent / "compiled"
-    assert ".main.cpp" in compiled.read_text()
-    assert list((compiled_engine_dir / "rank0.cache").rglob("*.so"))
-    compiled.unlink()
-    before = sorted(compiled_engine_dir.rglob("*"))
-    prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 21), (1, 6), (2, 1))]
-    arguments = str(compiled_engine_dir), json.dumps(prompts)
-    outputs, counters = json.loads(run_python(SECOND_PROCESS, *arguments, work_dir=compiled_engine_dir.parent))
-    model = make_model("llama", **ODD)
-    assert outputs == [hf_greedy(model, prompt, 20) for prompt in prompts] * 2
-    assert not compiled.exists(), compiled.read_text()
-    assert counters.get("fxgraph_cache_hit", 0) > 0
-    assert counters.get("fxgraph_cache_miss", 0) == 0
-    assert sorted(compiled_engine_dir.rglob("*")) == before

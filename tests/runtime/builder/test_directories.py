@@ -18,7 +18,6 @@ from sentences import Said
 from tiny import build_tiny, hf_greedy, make_config, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.builder.artefacts import check_directory
 from runtime.builder.convert import convert
@@ -28,7 +27,6 @@ from runtime.checkpoint.resolve import files_of_model, read_model_config
 from runtime.core.request import Request
 from runtime.engine.engine import Engine
 from runtime.loop.orchestrator import generate
-from runtime.model.causal_heads import has_causal_class
 from runtime.model.model import probe_config
 from runtime.model.pretrained import parse_language_model, warn_of_unread_keys
 from runtime.text.text import find_end_ids
@@ -149,14 +147,6 @@ def test_an_adapter_beside_a_model_is_told_of_and_one_alone_refused(tmp_path: Pa
     with pytest.raises(SpecDecError) as raised:
         read_model_config(model_dir)
     said(raised)
-
-
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "base_model.model."])
-def test_names_of_what_was_around_a_model_in_training_are_told(prefix: str, tmp_path: Path, said: Said) -> None:
-    model_dir = saved(tmp_path / "model")
-    change_tensors(model_dir, lambda own: {prefix + name: tensor for name, tensor in own.items()})
-    error = refusal(model_dir, tmp_path / "out")
-    said(error, f"`{prefix}`")
 
 
 def test_a_model_without_its_head_is_refused_unless_it_is_tied(tmp_path: Path, said: Said) -> None:
@@ -485,25 +475,6 @@ def test_values_of_published_configs_are_read(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if name in UNREAD else "error")
         warn_of_unread_keys(config, data, "config.json")
-
-
-@pytest.mark.slow
-def test_no_family_is_told_of_its_own_config() -> None:
-    """The config.json that `save_pretrained` writes, of each causal family in transformers."""
-    told, num_families = list[str](), 0
-    for model_type in filter(has_causal_class, CONFIG_MAPPING):
-        try:
-            data = CONFIG_MAPPING[model_type]().to_dict()
-            config, _ = parse_language_model(data, "config.json")
-        except Exception:  # refused families, and classes whose defaults are no valid config
-            continue
-        num_families += 1
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", SpecDecWarning)
-            warn_of_unread_keys(config, data, "config.json")
-        told += [str(one.message) for one in caught if issubclass(one.category, SpecDecWarning)]
-    assert not told
-    assert num_families > 150
 
 
 @pytest.mark.parametrize(

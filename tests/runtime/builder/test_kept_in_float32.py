@@ -1,7 +1,6 @@
 """Weights that a class of transformers keeps in float32 in a model of 16 bits are float32 in a checkpoint and an
 engine, to the last bit those that transformers loads from the same files."""
 
-import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from quantized import Q, save_gguf
 from safetensors.torch import load_file, save_file
 from sentences import Said
 from shared import record_anew
@@ -23,14 +21,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 
 from runtime.builder.build import build_engine
 from runtime.builder.convert import convert, convert_for_build, plan_conversion
-from runtime.builder.reference import load_original
 from runtime.checkpoint.config import Dtype, QuantConfig, QuantFormat
 from runtime.checkpoint.quant.planning import Losses, _copied
 from runtime.checkpoint.source import SourceTensor
 from runtime.checkpoint.tensor_writer import Piece
 from runtime.model.attention import PAGED
 from runtime.model.model import ModelKind, load_model, load_whole_model, split_config
-from runtime.model.pretrained import parse_language_model, parse_pretrained_config
+from runtime.model.pretrained import parse_pretrained_config
 from runtime.util.errors import SpecDecError, SpecDecWarning
 from scripts.tools import families
 
@@ -157,44 +154,6 @@ def test_what_transformers_keeps_in_float32_is_so_in_ranks(family: str, tmp_path
     ours = loaded_of_ranks(tmp_path / "model", tmp_path, 2)
     for name, tensor in in_float32(load_by_transformers(family, tmp_path / "model", torch.bfloat16)).items():
         assert ours[name].dtype == torch.float32 and torch.equal(ours[name], tensor), name
-
-
-@pytest.mark.slow
-def test_families_that_keep_nothing_in_float32_are_the_others() -> None:
-    """Every family that is served is looked at: transformers makes all of its language model in 16 bits."""
-    keeping = set()
-    for family in SERVED:
-        config = own_config(family)
-        for dtype in (torch.bfloat16, torch.float16):
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
-            lists = "|".join(model._get_dtype_plan(dtype)) or "(?!)"
-            if any(
-                tensor.dtype == torch.float32 or (tensor.is_floating_point() and re.search(lists, name))
-                for name, tensor in model.state_dict().items()
-            ):
-                keeping.add(family)
-    assert keeping - {"kimi_k25"} == set(KEEPING)  # a DeepSeek V3 inside, whose code is elsewhere
-
-
-def own_config(family: str) -> PreTrainedConfig:
-    """Small config of a family's language model."""
-    written = PreTrainedConfig._encode_special_floats(families.small_config(family).to_dict())
-    return parse_language_model(written, "config.json")[0]
-
-
-def test_norms_of_a_gguf_file_are_float32_where_transformers_keeps_them_so(tmp_path: Path) -> None:
-    """gpt-oss's in float16; in bfloat16 its class keeps none."""
-    meant = save_gguf(tmp_path / "model.gguf", Q.Q8_0, architecture="gpt-oss")
-    norms = [name for name in meant if name.endswith("norm.weight")]
-    assert len(norms) == 5
-    for dtype, expected in (("float16", torch.float32), ("bfloat16", torch.bfloat16)):
-        ours = loaded_of(tmp_path / "model.gguf", tmp_path, dtype, None)  # type: ignore[arg-type]
-        theirs = load_original(tmp_path / "model.gguf", getattr(torch, dtype)).state_dict()
-        for name in norms:
-            assert ours[name].dtype == theirs[name].dtype == expected, name
-            assert torch.equal(ours[name], meant[name].to(expected)), name
-            assert torch.equal(theirs[name], meant[name].to(expected)), name
 
 
 def test_checkpoint_with_a_rounded_bias_is_refused(tmp_path: Path, said: Said) -> None:

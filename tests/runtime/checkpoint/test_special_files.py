@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from commands.inputs.prompts import read_prompts
 from runtime.builder.artefacts import check_directory
 from runtime.builder.convert import plan_conversion
 from runtime.builder.profile import read_profile
-from runtime.checkpoint.bundle import read_bundle
-from runtime.checkpoint.checkpoint_dir import open_checkpoint
 from runtime.checkpoint.config import QuantConfig
 from runtime.checkpoint.resolve import resolve_model
 from runtime.drafters.heads.head_config import read_head
@@ -27,7 +24,7 @@ from runtime.text.corpus import Corpus, is_corpus
 from runtime.text.text import load_tokenizer
 from runtime.text.trace_lines import check_trace_lines
 from runtime.util.errors import SpecDecError
-from runtime.util.files import check_model_files, check_regular
+from runtime.util.files import check_model_files
 from runtime.util.reading import read_utf8
 from specdec_cli import LLM
 
@@ -72,20 +69,6 @@ def test_pipe_among_a_model_s_files_is_told(name: str, llama_dir: Path, tmp_path
         assert refused(path, call).message.startswith("not a file, but a named pipe")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"])
-def test_pipe_in_an_engine_is_told(name: str, llama_uncompiled_dir: Path, tmp_path: Path) -> None:
-    engine = tmp_path / "engine"
-    shutil.copytree(llama_uncompiled_dir, engine)
-    refused(pipe_in(engine, name), lambda: read_bundle(engine))
-
-
-@pytest.mark.parametrize("name", ["config.json", "rank0.safetensors", "tokenizer.json"])
-def test_pipe_in_a_checkpoint_is_told(name: str, llama_checkpoint_dir: Path, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    shutil.copytree(llama_checkpoint_dir, checkpoint)
-    refused(pipe_in(checkpoint, name), lambda: open_checkpoint(checkpoint))
-
-
 @pytest.mark.parametrize(
     ("name", "read"),
     [
@@ -110,17 +93,6 @@ def test_pipe_in_a_checkpoint_is_told(name: str, llama_checkpoint_dir: Path, tmp
 def test_pipe_is_told_by_whatever_reads_a_file(name: str, read: Callable[[Path], object], tmp_path: Path) -> None:
     path = pipe_in(tmp_path, name)
     assert refused(path, lambda: read(path)).message.startswith("not a file, but a named pipe")
-
-
-def test_what_is_no_file_is_named_by_its_kind(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "device.json").symlink_to("/dev/zero")
-    os.mkfifo(tmp_path / "pipe.json")
-    monkeypatch.chdir(tmp_path)  # a socket's name is short
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind("socket.json")
-        for name in ("device", "pipe", "socket"):
-            path = tmp_path / f"{name}.json"
-            said(refused(path, lambda path=path: check_regular(path)), name)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "vocab.txt", "chat_template.jinja"])

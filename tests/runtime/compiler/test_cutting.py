@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from runtime.compiler import cutting
 from runtime.compiler.capture import StepForm
 from runtime.compiler.cutting import CutStep, cut_step, describe
 from runtime.kernels.ops import describe_kernels, load_kernels
@@ -70,29 +69,6 @@ def test_layers_of_one_kind_may_each_have_their_own_of_one_function() -> None:
     """transformers' tanh approximation of GELU is a module with a partial function."""
     step = cut(make_model("llama", num_hidden_layers=3, hidden_act="gelu_pytorch_tanh"))
     assert len(step.programs) == 3 and len(step.calls) == 4
-
-
-MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes", "dtype"),
-    [
-        ("llama", {"num_hidden_layers": 3}, torch.float32),
-        pytest.param("llama", {"num_hidden_layers": 5}, torch.int8, marks=pytest.mark.slow),
-        pytest.param("gemma3", {"num_hidden_layers": 5, "layer_types": MIXED}, torch.float32, marks=pytest.mark.slow),
-        pytest.param("qwen3.5", {}, torch.float32, marks=pytest.mark.slow),
-    ],
-)
-def test_a_step_that_is_captured_with_few_pools_is_that_of_all(
-    family: str, sizes: dict[str, Any], dtype: torch.dtype, three_layers: CutStep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = three_layers if sizes == {"num_hidden_layers": 3} else cut(make_model(family, **sizes), dtype)
-    monkeypatch.setattr(cutting, "_stand_ins", lambda shapes: list(range(len(shapes.layers))))
-    whole = cut(make_model(family, **sizes), dtype)
-    assert [describe(one) for one in few.programs] == [describe(one) for one in whole.programs]
-    calls = [[(call.program, call.inputs, call.outputs, call.layout) for call in step.calls] for step in (few, whole)]
-    assert calls[0] == calls[1]
 
 
 def test_a_pool_that_something_else_reads_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:

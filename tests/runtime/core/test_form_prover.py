@@ -104,14 +104,6 @@ def test_a_process_that_was_killed_is_begun_again(grammars: Grammars) -> None:
     assert process_of(grammars) != process
 
 
-def test_the_process_ends_with_its_grammars(grammars: Grammars) -> None:
-    grammars.compiled(HARMLESS[0])
-    process = process_of(grammars)
-    assert process is not None and process.is_running()
-    grammars.close()
-    assert not process.is_running()
-
-
 ASKER = """
 import json, os, sys, time, byte_tokenizers
 from runtime.core.form_prover import FormProver

@@ -1,6 +1,5 @@
 """Grammars: outputs are what `jsonschema` and `re` say they should be, and masks what the expressions allow."""
 
-import dataclasses
 import json
 import random
 import re
@@ -102,9 +101,8 @@ VALID: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("given", "check"), VALID)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_outputs_are_of_the_grammar(llm: LLM, given: dict[str, Any], check: Any, temperature: float) -> None:
-    for seed in range(4 if temperature else 1):
+def test_outputs_are_of_the_grammar(llm: LLM, given: dict[str, Any], check: Any) -> None:
+    for temperature, seed in ((0.0, 0), (1.0, 0), (1.0, 1)):
         params = SamplingParams(temperature=temperature, seed=seed, max_tokens=120, **given)
         (output,) = llm.generate(PROMPT, params)
         assert output.finish_reason in ("stop", "end_id")
@@ -119,15 +117,6 @@ def test_an_end_id_comes_only_where_the_text_is_whole(llm: LLM, tokenizer: Any) 
     (output,) = llm.generate(PROMPT, params)
     assert output.finish_reason == "end_id"
     assert regex.fullmatch("[a-z]{3}", str(output.text))
-
-
-def test_logits_that_are_kept_are_the_models_own(llm: LLM) -> None:
-    """Others may be overwritten."""
-    free = SamplingParams(temperature=0, max_tokens=1, return_generation_logits=True)
-    digits = dataclasses.replace(free, regex="[0-9]")
-    (one,), (other,) = (llm.generate(PROMPT, params) for params in (free, digits))
-    assert one.generation_logits is not None and other.generation_logits is not None
-    assert torch.equal(one.generation_logits, other.generation_logits)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 5}, {"top_p": 0.9, "repetition_penalty": 1.2}])

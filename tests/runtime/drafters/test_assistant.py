@@ -75,7 +75,7 @@ def test_drafts_are_transformers(form: str, loop: str, compiler: str, tmp_path: 
     with Engine.open(engine_dir, **SMALL) as engine:
         assistant = drafter(engine, directory)
         assert answer(engine, loop, make_requests(), assistant) == expected(target)
-        check_drafts(assistant.seen, directory, target, 200)
+        check_drafts(assistant.seen, directory, target, 120)
         assert (assistant.head.program is not None) == (compiler == "aot")
 
 

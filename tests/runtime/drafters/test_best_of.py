@@ -190,17 +190,6 @@ def test_lookups_in_the_midst_of_a_draft_save_the_copy_steps(
     assert counts[0] < 0.7 * counts[1]
 
 
-def test_the_copy_looks_at_short_lookups_and_goes_on(
-    engine: Engine, model: PreTrainedModel, count_copy: list[int]
-) -> None:
-    """Three tokens that are right are worth less than six of the copy's, of which it then computes three at once."""
-    drafter = SelfDraft(engine, use_logits=False)
-    three = BoundedDrafter(Guesser(texts_of(model), 9, match_len=4), 3)
-    (sequence,) = answer(engine, "leader", make_requests()[4:], choosing(three, drafter, 0.02))
-    assert sequence.output_tokens == texts_of(model)[4]
-    assert max(count_copy) == 4 and len(count_copy) < 0.75 * sequence.stats.num_draft_tokens
-
-
 def test_a_lookup_that_is_always_right_is_sent_as_it_is(engine: Engine, model: PreTrainedModel) -> None:
     """However short its match: after a few times it is known what such matches are worth."""
     drafter = SelfDraft(engine, use_logits=False)
@@ -223,19 +212,6 @@ def test_a_lookup_that_is_always_wrong_is_soon_left_to_the_copy(
     # Steps in which nothing was right: the first, for which the copy is not asked, and those of the lookup.
     histogram = sequences[0].stats.num_spec_steps, sequences[0].stats.num_accepted_draft_tokens
     assert histogram[0] <= 24 // 5 + most + 2 and histogram[1] >= 12
-
-
-def test_the_better_of_two_lookups_is_soon_sent(engine: Engine, model: PreTrainedModel) -> None:
-    """Order does not matter, though both have as long a match."""
-    texts = texts_of(model)
-    for order in (1, -1):
-        lookups = [Guesser(texts, 0, match_len=3), Guesser(texts, 9, match_len=3)][::order]
-        chain = BestOf(lookups, [], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
-        engine.clear_cache()
-        sequences = answer(engine, "orchestrator", make_requests(), chain)
-        assert {s.request.id: s.output_tokens for s in sequences} == texts
-        # Whose first draft is wrong has one step more than it takes with drafts that are right.
-        assert sum(s.stats.num_steps for s in sequences) <= len(PROMPTS) * (-(-NUM_NEW_TOKENS // (DRAFT_LEN + 1)) + 1)
 
 
 def test_what_was_drawn_is_sent_whatever_it_is_worth() -> None:
@@ -261,22 +237,6 @@ def test_the_better_of_two_models_is_asked(engine: Engine, model: PreTrainedMode
     sequences = answer(engine, "orchestrator", make_requests(), chain)
     assert {s.request.id: s.output_tokens for s in sequences} == texts
     assert counted[0].num_asked <= 5 < counted[1].num_asked
-
-
-@pytest.mark.parametrize(("token_s", "num_right", "sent"), [(0.0, 9, 6), (0.0, 3, 6), (9.0, 9, 2), (0.3, 3, 3)])
-def test_lookups_go_on_behind_a_models_draft_as_far_as_that_pays(token_s: float, num_right: int, sent: int) -> None:
-    """Two of six tokens are the model's; of what was looked up three are right, or all."""
-    text = [7 + i % 20 for i in range(99)]
-    model = DraftingModel(Guesser({0: text}, 9, match_len=0), 2, lambda batch, context: 0.0)
-    looked_up = text if num_right == 9 else [token if i % 4 < num_right else 1 for i, token in enumerate(text)]
-    lookup = OnlyAhead({0: looked_up}, 9, match_len=2)
-    chain = BestOf([lookup], [model], lambda batch, context, draft_len: 1 + token_s * draft_len, VOCAB_SIZE)
-    sequence = Sequence.start(Request(0, (5, 6), 99))
-    for start in range(0, 80, 4):
-        sequence.tokens[2:] = text[:start]
-        (draft,) = chain.propose([sequence], 6)
-    assert len(draft.tokens) == sent
-    assert draft.tokens == [*text[76:78], *looked_up[78 : 76 + sent]]
 
 
 def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:

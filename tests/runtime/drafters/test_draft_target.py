@@ -208,9 +208,7 @@ def check_computed_once(forwards: list[Forward]) -> None:
     assert len(computed) == len(set(computed))
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("draft", ["other", "random"])
+@pytest.mark.parametrize(("draft", "seed"), [("other", 0), ("random", 1)])
 def test_rejected_draft_leaves_no_trace_in_the_draft_engine(
     draft: str, seed: int, open_engine: OpenEngine, models: dict[str, PreTrainedModel]
 ) -> None:
@@ -221,7 +219,7 @@ def test_rejected_draft_leaves_no_trace_in_the_draft_engine(
     """
     chance = random.Random(seed)
     drafter = DraftModel(open_engine(draft), VOCAB_SIZE, use_logits=False)
-    rows, sequence = record_forwards(drafter.engine), Sequence.start(Request(0, PROMPTS[1], 60))
+    rows, sequence = record_forwards(drafter.engine), Sequence.start(Request(0, PROMPTS[1], 40))
     num_undrafted, accepted = 0, set()
     while sequence.num_remaining > 0:
         num_forwards, max_draft_len = len(rows), chance.choice([4, 4, 4, 4, 1, 0, None])
@@ -299,7 +297,7 @@ def test_batch_larger_than_the_draft_engines_is_drafted_in_parts(
 # -- Vocabularies --
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @BY
 @pytest.mark.parametrize("draft", ["smaller", "larger"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
@@ -362,7 +360,7 @@ def test_draft_ends_at_an_end_id(
     is_drawn = use_logits and not sampling.is_greedy
     drafter = DraftModel(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
     num_ended = 0
-    for i in range(60):
+    for i in range(24):
         prompt = tuple(repetitive_prompt(i, 6))
         (draft,) = drafter.propose([Sequence.start(Request(i, prompt, 20, end_ids, sampling=sampling))], 6)
         drafter.forget(i)
@@ -376,7 +374,7 @@ def test_draft_ends_at_an_end_id(
             assert positions == []
         if is_ended and sampling.is_greedy:
             assert hf_greedy(models["other"], list(prompt), len(draft.tokens) + 1)[-1] in end_ids
-    assert 10 < num_ended < 60
+    assert 3 < num_ended < 24
 
 
 # -- What is refused --

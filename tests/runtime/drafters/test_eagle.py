@@ -1,7 +1,5 @@
 """A trained drafter drafts what its formula says, changes no token, and is found again with the target's own K/V."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -30,7 +28,7 @@ from runtime.util.errors import SpecDecError
 LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 DRAFT_LEN, NUM_NEW_TOKENS = 4, 24
 STATES = (2, 3, 3)
-PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(5)]
+PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in (0, 2, 4)]
 GREEDY = SamplingConfig()
 SAMPLED = SamplingConfig(temperature=0.9, top_k=0, top_p=0.95, random_seed=5)
 
@@ -63,7 +61,7 @@ def engine(engine_dir: Path) -> Iterator[Engine]:
 
 
 SMALL: dict[str, Any] = {"kv_cache": KVCacheConfig(max_tokens=100), "max_num_tokens": 8}
-"""Room for two of the five requests; a prompt of 26 tokens is computed eight at a time, by the head too."""
+"""Room for two of the three requests; a prompt of 26 tokens is computed eight at a time, by the head too."""
 
 
 @pytest.fixture
@@ -121,25 +119,15 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
     return [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    ("compiler", "loop"),
-    [
-        ("aot", "orchestrator"),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)  # others below check the drafts of ("none", "leader")
-            for one in (("none", "leader"), ("none", "orchestrator"), ("aot", "leader"))
-        ),
-        *(pytest.param("torch-compile", loop, marks=pytest.mark.slow) for loop in LOOPS),
-    ],
-)
 def test_drafts_are_the_formulas_and_output_hugging_faces(
-    loop: str, compiler: str, model: PreTrainedModel, head: Eagle, head_dir: Path, make_engine: Any
+    model: PreTrainedModel, head: Eagle, head_dir: Path, make_engine: Any
 ) -> None:
-    engine = make_engine(model, hidden_states=STATES, compiler=compiler)
+    """Compiled; the drafts of heads that are not are checked below."""
+    engine = make_engine(model, hidden_states=STATES, compiler="aot")
     eagle = drafter(engine, head_dir)
-    assert answer(engine, loop, make_requests(), eagle) == expected(model)
-    check_drafts(eagle.seen, head, model, 200)
-    assert (eagle.head.program is not None) == (compiler != "none")
+    assert answer(engine, "orchestrator", make_requests(), eagle) == expected(model)
+    check_drafts(eagle.seen, head, model, 120)
+    assert eagle.head.program is not None
 
 
 # Name -> (how the head is made, how it is saved).
@@ -166,17 +154,18 @@ def test_forms(form: str, model: PreTrainedModel, tmp_path: Path, make_engine: A
     head = make_eagle(model, **settings)
     changes = {"target_hidden_size": 32} if head.hidden != 32 else {}
     directory = save_eagle(head, tmp_path, saved_as, **changes)
-    engine = make_engine(model, hidden_states=head.states, compiler="aot" if form == "window" else "none")
+    engine = make_engine(model, hidden_states=head.states)
     eagle = drafter(engine, directory)
     assert answer(engine, "leader", make_requests(), eagle) == expected(model)
-    check_drafts(eagle.seen, head, model, 200)
+    check_drafts(eagle.seen, head, model, 120)
+    assert eagle.head.program is None
 
 
 def test_what_it_never_drafts_has_no_probability(engine: Engine, head: Eagle, head_dir: Path) -> None:
     eagle = drafter(engine, head_dir, use_logits=True)
     answer(engine, "leader", make_requests(SAMPLED), eagle)
     drafts = eagle.drafts
-    assert sum(len(draft.tokens) for draft in drafts) > 200
+    assert sum(len(draft.tokens) for draft in drafts) > 120
     others = [i for i in range(head.vocab) if i not in head.ids.tolist()]
     for draft in drafts:
         if draft.tokens:
@@ -196,11 +185,9 @@ def with_output(head: Eagle, ids: Seq[int], weight: Tensor) -> Eagle:
 @pytest.mark.parametrize(
     ("compiler", "qformat", "ids", "own_ids"),
     [
-        ("aot", "int4", (), None),
-        pytest.param("none", "int8", IDS, None, marks=pytest.mark.slow),
-        pytest.param("aot", "int8", IDS, None, marks=pytest.mark.slow),
+        ("none", "int8", IDS, None),
+        pytest.param("aot", "int4", (), None, marks=pytest.mark.slow),
         pytest.param("aot", "int4", IDS, 20, marks=pytest.mark.slow),
-        pytest.param("torch-compile", "int8", IDS, None, marks=pytest.mark.slow),
     ],
 )
 def test_quantized_output_layer(
@@ -234,23 +221,17 @@ def test_quantized_output_layer(
         for token, row in zip(draft, logits, strict=True):
             assert row.max() - row[token] < 0.02 * row[own].abs().max()
             num_drafted, num_equal = num_drafted + 1, num_equal + int(row.argmax() == token)
-    assert num_drafted >= 200 and num_equal >= 0.98 * num_drafted
+    assert num_drafted >= 120 and num_equal >= 0.98 * num_drafted
     packed = eagle.head.lm_head  # type: ignore[attr-defined]
     assert packed.out_features == len(own) if compiler == "none" else packed.num_outputs == len(own)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("compiler", "qformat"), [("aot", "int4"), pytest.param("none", "int8", marks=pytest.mark.slow)]
-)
-def test_quantized_layers(
-    compiler: str, qformat: Any, model: PreTrainedModel, tmp_path: Path, make_engine: Any
-) -> None:
+def test_quantized_layers(model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
     """Drafts are those of the numbers that are kept, but where tokens in 8 bits make another one the likeliest."""
     head = make_eagle(model)
     directory = save_eagle(head, tmp_path / "head", "sailab")
-    build = {"hidden_states": STATES, "draft_output": DraftOutput(layers=qformat), "head_dir": directory}
-    engine = make_engine(model, compiler=compiler, **build)
+    build = {"hidden_states": STATES, "draft_output": DraftOutput(layers="int4"), "head_dir": directory}
+    engine = make_engine(model, **build)
     eagle = drafter(engine, directory)
     assert answer(engine, "leader", make_requests(), eagle) == expected(model)
     kept = take_quantized(load_file(engine.directory / "head_output.safetensors"))
@@ -264,8 +245,7 @@ def test_quantized_layers(
             for tokens, draft in eagle.seen
         )
         num_equal.append(sum(drafts))
-    assert len(eagle.seen) > 50 and num_equal[1] >= 0.9 * len(eagle.seen), num_equal
-    assert qformat == "int8" or num_equal[0] < 0.8 * len(eagle.seen), num_equal
+    assert len(eagle.seen) > 30 and num_equal[0] < 0.8 * len(eagle.seen) <= num_equal[1], num_equal
 
 
 def test_nothing_is_computed_twice(engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path) -> None:
@@ -279,7 +259,7 @@ def test_nothing_is_computed_twice(engine: Engine, model: PreTrainedModel, head:
         return compute(rows)
 
     eagle._compute_known = counted  # type: ignore[method-assign]
-    prompt = PROMPTS[4]
+    prompt = PROMPTS[-1]
     (first,) = answer(engine, "leader", [Request(0, prompt, NUM_NEW_TOKENS)], eagle)
     # Each token after the first once: the last has no draft behind it.
     assert len(prompt) + NUM_NEW_TOKENS - 3 <= sum(computed) <= len(prompt) + NUM_NEW_TOKENS - 1
@@ -309,7 +289,7 @@ def test_it_catches_up_where_others_drafted(
             eagle.forget(request_id)
 
     assert answer(small_engine, "leader", make_requests(), Alternating()) == expected(model)
-    check_drafts(eagle.seen, head, model, 100)
+    check_drafts(eagle.seen, head, model, 50)
 
 
 def test_numbers_that_are_none_change_nothing(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
@@ -366,42 +346,3 @@ def test_what_is_a_head(head: Eagle, model: PreTrainedModel, tmp_path: Path) -> 
     assert not is_head(tmp_path / "model") and not is_head(tmp_path / "nothing")
     with pytest.raises(SpecDecError, match="not describe a trained drafter"):
         read_head(tmp_path / "model")
-
-
-MEMORY = """
-import gc, sys
-from pathlib import Path
-import torch
-from runtime.compiler.capture import by_trace
-from runtime.drafters.head_draft import open_head
-from runtime.engine.engine import Engine
-from runtime.drafters.heads.head_config import read_head
-
-def used() -> int:
-    gc.collect()
-    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) << 10
-
-config = read_head(Path(sys.argv[2]))
-by_trace(torch.nn.Linear(2, 2), (torch.zeros(3, 2),), ({0: "rows"},))
-with Engine.open(Path(sys.argv[1])) as engine:
-    before = used()
-    head = open_head(engine, config)
-    print(used() - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what a process uses")
-def test_it_takes_the_memory_of_its_weights(tmp_path: Path, make_engine_dir: Any) -> None:
-    """Measure in a process of its own, compiled, with weights in 16 bits; four megabytes are Python's.
-
-    What tracing its pass imports of torch, some 30 MB, is there before; forms of its operations torch remembers.
-    """
-    model = make_model("llama", num_hidden_layers=6, hidden_size=512, intermediate_size=768, vocab_size=20000)
-    head = make_eagle(model, states=STATES)
-    tensors = {name: tensor.bfloat16() for name, tensor in head.tensors.items()}
-    directory = save_eagle(replace(head, tensors=tensors), tmp_path, "speculators")
-    engine_dir = make_engine_dir(model.bfloat16(), compiler="aot", hidden_states=STATES)
-    made = subprocess.run([sys.executable, "-c", MEMORY, engine_dir, directory], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    assert int(made.stdout) <= 1.1 * (directory / "model.safetensors").stat().st_size + 2**22

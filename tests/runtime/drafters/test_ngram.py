@@ -1,8 +1,5 @@
 """The n-gram drafter proposes what a brute-force search of the sequence finds."""
 
-import random
-import tracemalloc
-
 import pytest
 from calls import num_calls
 from hypothesis import given, settings
@@ -152,41 +149,3 @@ def test_a_step_searches_no_oftener_in_a_long_sequence(ranking: NgramRanking, al
         numbers.append(num_calls(steps))
     assert 0 < numbers[1] <= numbers[0] * 1.5
     assert numbers[1] < 1000
-
-
-@given(
-    phrase=st.lists(st.integers(0, 2), min_size=3, max_size=50),
-    changes=st.lists(st.tuples(st.integers(0, 250), st.integers(0, 2)), max_size=8),
-    sizes=st.tuples(st.integers(1, 60), st.integers(14, 60)).map(lambda pair: (min(pair), max(pair))),
-    ranking=st.sampled_from(RANKINGS),
-    num_tokens=st.integers(1, 250),
-)
-@settings(max_examples=examples(300), deadline=None, derandomize=True)
-def test_draft_of_long_patterns_equals_brute_force(
-    phrase: list[int],
-    changes: list[tuple[int, int]],
-    sizes: tuple[int, int],
-    ranking: NgramRanking,
-    num_tokens: int,
-) -> None:
-    """A phrase over and over, with changes, in two pieces."""
-    tokens = (phrase * 250)[:num_tokens]
-    for place, token in changes:
-        if place < num_tokens:
-            tokens[place] = token
-    drafter = NgramLookup(sizes[1], min_matching_ngram_size=sizes[0], ranking=ranking)
-    sequence = start(tokens[: num_tokens // 2 + 1])
-    propose(drafter, sequence, 5)
-    sequence.tokens += tokens[num_tokens // 2 + 1 :]
-    assert propose(drafter, sequence, 5) == brute_force(sequence.tokens, sizes, ranking, 5, ())
-
-
-def test_long_patterns_take_memory_in_proportion() -> None:
-    """All patterns of up to 900 of 900 tokens would be 405,000, of 450 tokens each."""
-    tokens = random.Random(0).sample(range(50_000), 450) * 2
-    tracemalloc.start()
-    drafter = NgramLookup(900)
-    assert propose(drafter, start(tokens)) == tokens[:10]
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 10_000_000

@@ -20,12 +20,9 @@ from runtime.drafters.specs import PardDrafter
 from specdec_cli import LLM, KVCacheConfig, SpecDecError
 
 MASK, DRAFT_LEN, NUM_NEW_TOKENS = 31, 5, 24
-PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i, vocab_size=20)) for i in range(5)]
-FORMS: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 1},
-    "gemma3": {},  # with a window of 8
-    "qwen3.5": {},  # with states, which masks must not change
-}
+PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i, vocab_size=20)) for i in range(4)]
+FORMS = ("gemma3", "qwen3.5")
+"""The first has a window of 8, the other states, which masks must not change."""
 
 
 def parallel_drafts(model: PreTrainedModel, tokens: list[int], num_tokens: int) -> tuple[list[int], float]:
@@ -52,26 +49,25 @@ class Watch:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("compiler", ["none", pytest.param("aot", marks=pytest.mark.slow)])
-def test_drafts_are_the_formulas(form: str, compiler: str, make_engine_dir: Callable[..., Path]) -> None:
+def test_drafts_are_the_formulas(form: str, make_engine_dir: Callable[..., Path]) -> None:
     """The cache is small: sequences are preempted, and prompts are found again the second time."""
-    target, draft = make_model("llama"), make_model(form, pard_token=MASK, **FORMS[form])
-    draft_dir = make_engine_dir(draft, compiler=compiler, max_seq_len=160)
+    target, draft = make_model("llama"), make_model(form, pard_token=MASK)
+    draft_dir = make_engine_dir(draft, max_seq_len=160)
     with LLM(make_engine_dir(target), mode="leader", kv_cache=KVCacheConfig(max_tokens=124)) as llm:
         session = llm.session(PardDrafter(draft_dir, DRAFT_LEN), "fixed")
         assert session.opened is not None
         watch = Watch(session.opened)
         session = replace(session, opened=replace(session.opened, drafter=watch))
         for _ in range(2):
-            sequences = session.run([Request(i, p, NUM_NEW_TOKENS) for i, p in enumerate(PROMPTS)]).sequences
-            assert [s.output_tokens for s in sequences] == [hf_greedy(target, p, NUM_NEW_TOKENS) for p in PROMPTS]
+            sequences = session.run([Request(i, p, NUM_NEW_TOKENS) for i, p in enumerate(PROMPTS[1:])]).sequences
+            assert [s.output_tokens for s in sequences] == [hf_greedy(target, p, NUM_NEW_TOKENS) for p in PROMPTS[1:]]
     draft, num_decided = draft.double(), 0
     for tokens, drafted in watch.seen:
         if drafted:
             expected, gap = parallel_drafts(draft, tokens, len(drafted))
             assert drafted == expected or gap < 1e-3, tokens
             num_decided += len(drafted) if gap >= 1e-3 else 0
-    assert num_decided >= 200
+    assert num_decided >= 120
 
 
 def test_a_draft_of_one_pass_ends_where_it_is_unsure(make_engine_dir: Callable[..., Path]) -> None:
@@ -91,7 +87,7 @@ def test_a_draft_of_one_pass_ends_where_it_is_unsure(make_engine_dir: Callable[.
                 super().draft_token(draft_state, logits, sure_of)
 
         model.confidence_stop = Told(lambda size, context, length: 1 + 0.3 * length, lambda *_: 0.1, at_once=True)
-        sequences = [Sequence.start(Request(i, prompt, NUM_NEW_TOKENS)) for i, prompt in enumerate(PROMPTS[:4])]
+        sequences = [Sequence.start(Request(i, prompt, NUM_NEW_TOKENS)) for i, prompt in enumerate(PROMPTS)]
         drafts = model.propose(sequences, DRAFT_LEN)
         assert passes == [4]
         assert len({len(one.tokens) for one in drafts}) > 1 and len(sure) >= sum(len(one.tokens) for one in drafts)

@@ -8,7 +8,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
@@ -147,14 +146,6 @@ def test_a_package_that_cannot_be_used_is_one_sentence_and_the_rest_works(tmp_pa
         assert line.startswith("warning: ") and reason in line
 
 
-@pytest.mark.slow
-def test_python_warns_of_a_package_that_cannot_be_used_when_a_model_is_opened(tmp_path: Path) -> None:
-    install(tmp_path, "bad", "raise RuntimeError('no')", bad="bad:X")
-    program = "import specdec_cli\ntry: specdec_cli.LLM(str(''))\nexcept specdec_cli.UsageError: print('asked')"
-    done = python(tmp_path, "-c", program)
-    assert done.stdout == "asked\n" and done.stderr.count("`bad`") == 1 and "RuntimeError: no" in done.stderr
-
-
 def test_a_package_that_is_imported_first_is_known_too(tmp_path: Path) -> None:
     """Its import asks for the drafters, which ask for it."""
     install(tmp_path, "specdec_echo", describe(), echo="specdec_echo:EchoDrafter")
@@ -167,12 +158,6 @@ def test_a_package_that_is_imported_first_is_known_too(tmp_path: Path) -> None:
 def modules_loaded(done: subprocess.CompletedProcess[str]) -> set[str]:
     assert done.returncode == 0, done.stderr[-3000:]
     return {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
-
-
-def test_help_with_a_drafter_of_another_package_imports_no_torch(tmp_path: Path) -> None:
-    install(tmp_path, "specdec_echo", describe(), echo="specdec_echo:EchoDrafter")
-    done = python(tmp_path, "-X", "importtime", "-m", "specdec_cli", "run", "--help-all")
-    assert not modules_loaded(done) & {"torch", "transformers"} and "--echo-config" in done.stdout
 
 
 def test_without_such_packages_nothing_is_imported_to_find_them(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The public pool is the statistics of its last texts, whatever went through it, and stays within its bound."""
 
-import random
-import tracemalloc
 from typing import Any
 
 import pytest
@@ -71,30 +69,6 @@ def test_pool_is_the_statistics_of_its_last_texts(
     for text in kept(texts, max_tokens):
         fresh.add(sequence_of(text))
     assert pool._followers == fresh._followers
-
-
-@pytest.mark.parametrize(
-    ("num_requests", "max_tokens"), [(1_000, 400), pytest.param(10_000, 2_000, marks=pytest.mark.slow)]
-)
-def test_thousands_of_requests_leave_the_pool_within_its_bound(num_requests: int, max_tokens: int) -> None:
-    """Memory no longer grows once the pool is full, though every output is another one."""
-    rng, drafter = random.Random(0), SuffixLookup(pool=NgramPool(max_tokens=max_tokens))
-    pool, sizes = drafter.pool, []
-    assert pool is not None
-    tracemalloc.start()
-    for i in range(num_requests):
-        sequence = sequence_of(([rng.randrange(1000) for _ in range(5)], []), i)
-        for _ in range(3):
-            drafter.propose([sequence], 4)
-            sequence.tokens.extend(rng.randrange(1000) for _ in range(rng.randrange(12)))
-        drafter.forget(i)
-        assert pool.num_tokens <= max_tokens
-        assert len(pool._followers) <= max_tokens * pool.max_matching_ngram_size
-        if i in (num_requests // 10, num_requests - 1):
-            sizes.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert pool.num_tokens > max_tokens - 40
-    assert sizes[1] < 1.2 * sizes[0]
 
 
 @pytest.mark.parametrize(

@@ -67,13 +67,6 @@ def test_what_was_not_predicted_is_soon_not_drafted() -> None:
     assert replay(output, PredictionLookup([])).stats.num_spec_steps == 0
 
 
-def test_a_prediction_after_a_preface_is_found() -> None:
-    predicted = flat(file_of(30, 6))
-    output = [7000 + i for i in range(12)] + predicted
-    sequence = replay(output, PredictionLookup(predicted))
-    assert sequence.stats.num_steps <= 12 + 3 + len(predicted) // 11 + 1
-
-
 def test_requests_follow_one_prediction_each_at_its_own_place() -> None:
     predicted = flat(file_of(10, 7))
     drafter = PredictionLookup(predicted)

@@ -11,12 +11,10 @@ import byte_tokenizers
 import pytest
 import regex
 import torch
-from shared import shared_engine
 from strength import draws
 from tiny import make_model
 from transformers import PreTrainedTokenizerFast
 
-from runtime.checkpoint.config import SelfDraft
 from runtime.core.grammar import Grammars
 from runtime.core.params import Grammar, SamplingConfig
 from runtime.core.request import Draft, Request
@@ -27,7 +25,6 @@ from runtime.loop.lossless.chi_squared import chi_squared_of, detectable_total_v
 from specdec_cli import (
     LLM,
     ChainDrafter,
-    DistributionCheck,
     DraftTargetDrafter,
     GrammarDrafter,
     NgramDrafter,
@@ -63,14 +60,6 @@ def random_draft(tokens: list[int], max_draft_len: int) -> list[int]:
 @pytest.fixture(scope="module")
 def llm(self_draft_engine_dir: Path) -> Iterator[LLM]:
     with LLM(self_draft_engine_dir) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def wide_llm(llama_dir: Path, shared: Path) -> Iterator[LLM]:
-    """An engine with room for many sequences at once: thousands of draws take two seconds."""
-    build: dict[str, Any] = {"self_draft": SelfDraft("int4"), "max_batch_size": 64}
-    with LLM(shared_engine(shared / "engines", llama_dir, **build)) as opened:
         yield opened
 
 
@@ -119,33 +108,14 @@ def random_cases(rng: random.Random, num: int) -> list[tuple[str, SamplingParams
     return cases
 
 
-def check_texts(llm: LLM, v1: LLM, drafters: list[Any], num_rounds: int, num_cases: int) -> None:
+def test_a_seed_gives_the_same_text_with_any_drafter_and_none(llm: LLM, v1: LLM, drafters: list[Any]) -> None:
     """Alone and undrafted, and together with any drafter, in either mode."""
-    rng = random.Random(num_rounds)
-    for i in range(num_rounds):
-        cases = random_cases(rng, num_cases)
+    rng = random.Random(7)
+    for drafter in drafters:
+        cases = random_cases(rng, draws(300, 4))
         alone = [answers(llm, [case])[0] for case in cases]
-        drafter = drafters[i % len(drafters)]
         for engine in (llm, v1):
             assert answers(engine, cases, drafter) == alone, (drafter, cases)
-
-
-def test_a_seed_gives_the_same_text_with_any_drafter_and_none(llm: LLM, v1: LLM, drafters: list[Any]) -> None:
-    check_texts(llm, v1, drafters, num_rounds=7, num_cases=4)
-
-
-@pytest.mark.slow
-def test_a_seed_gives_the_same_text_in_2000_cases(llm: LLM, v1: LLM, drafters: list[Any]) -> None:
-    check_texts(llm, v1, drafters, num_rounds=140, num_cases=15)
-
-
-@pytest.mark.slow
-def test_drafts_by_probabilities_are_lossless_by_the_engines_own_check(wide_llm: LLM) -> None:
-    """It draws from the middles of outputs, where the grammar is in its middle too."""
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, **FORMS[0])
-    check = wide_llm.check_lossless(PROMPTS[:2], params, drafter=SelfDrafter(3, use_logits=True))
-    assert isinstance(check, DistributionCheck) and check.num_tokens > 1000
-    assert check.passed
 
 
 def test_forced_tokens_are_drafted_and_all_accepted(llm: LLM) -> None:
@@ -207,10 +177,10 @@ class Spelling:
         return probs
 
 
-@pytest.mark.parametrize("drafts_are_legal", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_rejection_sampling_is_exact_under_a_grammar(drafts_are_legal: bool) -> None:
-    """Pairs of tokens follow the brute force of softmaxes over legal tokens, whether drafts are drawn from such ones or
-    from all tokens. A total variation of 0.11 would be seen in 99 of 100 runs, of 0.07 with `--slow`.
+def test_rejection_sampling_is_exact_under_a_grammar() -> None:
+    """Pairs of tokens follow the brute force of softmaxes over legal tokens, though drafts are drawn from all tokens.
+
+    A total variation of 0.11 would be seen in 99 of 100 runs, of 0.07 with `--slow`.
     """
     spelling, generator = Spelling(), torch.Generator().manual_seed(0)
     letters = [i for i, text in spelling.texts.items() if text in [*"abdegh", "ab"]]
@@ -226,7 +196,7 @@ def test_rejection_sampling_is_exact_under_a_grammar(drafts_are_legal: bool) -> 
         sequence = RequestSequence.start(request)
         tokens, probs, text = list[int](), list[torch.Tensor](), ""
         for row in draft_logits[:2]:
-            probs.append(spelling.softmax(row, spelling.legal(text) if drafts_are_legal else letters))
+            probs.append(spelling.softmax(row, letters))
             tokens.append(int(torch.multinomial(probs[-1], 1, generator=generator)))
             text += spelling.texts[tokens[-1]]
         (draft,) = UnderGrammar(Fixed(Draft(tokens, torch.stack(probs)))).propose([sequence], 2)
@@ -247,4 +217,4 @@ def test_rejection_sampling_is_exact_under_a_grammar(drafts_are_legal: bool) -> 
     seen = detectable_total_variation(NUM_DRAWS, degrees, SMALLEST_P_VALUE, 0.99)
     assert seen is not None and seen < draws(7, 11) / 100
     assert num_accepted > NUM_DRAWS / 4
-    assert (num_cut > NUM_DRAWS / 10) is not drafts_are_legal
+    assert num_cut > NUM_DRAWS / 10

@@ -141,18 +141,6 @@ def test_logits_after_block_reuse_equal_hf(
         assert_equals_hf(llama, logits, holder.tokens, [8])
 
 
-def test_logits_of_a_ragged_batch_with_drafts_equal_hf(llama_engine: Engine, llama: PreTrainedModel) -> None:
-    compute_and_release(llama_engine, A)
-    prompts = [[*A, 4], [9], repetitive_prompt(5, 40), [*A[:6], 3, 3]]  # the third is computed by itself
-    drafts = [[5, 6, 7, 8, 9, 10], [], [11], [12, 13]]
-    sequences = [start(prompt, i) for i, prompt in enumerate(prompts)]
-    for sequence in sequences:
-        assert llama_engine.admit(sequence)
-    assert len({len(s.tokens) - s.num_computed for s in sequences}) > 2
-    for sequence, draft, logits in zip(sequences, drafts, logits_of(llama_engine, sequences, drafts), strict=True):
-        assert_equals_hf(llama, logits, sequence.tokens, draft)
-
-
 def test_logits_of_a_prompt_computed_in_chunks_equal_hf(make_engine: Any) -> None:
     """Longer than twice the chunk of 512, beside a short one; with a sliding window across the chunks' border."""
     model = make_model("gemma3", sliding_window=100, max_position_embeddings=1400)
@@ -203,24 +191,6 @@ def test_rejected_draft_leaves_no_trace(
         assert fresh.admit(again) and again.num_computed == 0
         torch.testing.assert_close(logits, logits_of(fresh, [again], [[7, 8]])[0], **TOLERANCE)
         assert_equals_hf(llama, logits, sequence.tokens, [7, 8])
-
-
-def test_blocks_with_rejected_tokens_serve_another_sequence(llama_uncompiled_dir: Any, llama: PreTrainedModel) -> None:
-    """The rejected tokens' K/V lie beyond what was published; whoever gets the block must not find them."""
-    engine, first = Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=24)), start(A[:6])
-    wrong = [(token + 1) % 32 for token in greedy_continuation(llama, A[:6], 1)] + [3, 4, 5]
-    assert engine.admit(first)
-    (verdict,) = judge(engine, [first], [Draft(wrong)])
-    assert verdict.num_accepted == 0
-    first.commit(Draft(wrong), verdict)
-    engine.release(first)
-    for tokens, num_known in (([*A[:6], *wrong, 9], 6), (A[:6], 5), ([*A[:5], *wrong, 9], 5), ([3, 30, *wrong, 9], 1)):
-        second = start(tokens)
-        assert engine.admit(second)
-        assert second.num_computed == num_known
-        (logits,) = logits_of(engine, [second], [[7]])
-        assert_equals_hf(llama, logits, tokens, [7])
-        engine.release(second)
 
 
 def test_cache_that_memory_cannot_hold_is_an_error_with_the_numbers(

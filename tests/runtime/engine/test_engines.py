@@ -172,16 +172,6 @@ def test_weights_stored_the_other_way_round_are_quantized_too(qformat: Any, comp
     check_engine(tmp_path / "engine", model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["int8", "int4", "NVFP4", "compressed-tensors"])
-def test_split_engine_computes_what_the_quantized_weights_mean(source: str, tmp_path: Path, kernels: Path) -> None:
-    model = plain_model(make_checkpoint(source, tmp_path), tmp_path / "checkpoint")
-    (tmp_path / "checkpoint").rename(tmp_path / "whole")
-    make_checkpoint(source, tmp_path, tp_size=2)
-    build(tmp_path)
-    check_engine(tmp_path / "engine", model)
-
-
 def quantized_by_definition(x: torch.Tensor, columns: int, bits: int = 8) -> torch.Tensor:
     """Token by token and group by group, as docs/precision.md says."""
     quantized = x.float().numpy().copy()

@@ -20,7 +20,7 @@ from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine, KVCacheConfig
-from runtime.loop import orchestrator, scheduler
+from runtime.loop import scheduler
 from runtime.model import attention
 from runtime.util.errors import SpecDecError
 
@@ -64,14 +64,15 @@ def engine_dir(request: pytest.FixtureRequest, model: PreTrainedModel, make_engi
     return make_engine_dir(model, **request.param)
 
 
-def outputs(engine: Engine, prompts: list[list[int]], drafter: Drafter | None, *, in_leader_mode: bool) -> Any:
-    requests = [Request(i, tuple(prompt), 40) for i, prompt in enumerate(prompts)]
-    generate = scheduler.generate if in_leader_mode else orchestrator.generate
-    done = {s.request.id: s.output_tokens for s, _ in generate(engine, requests, drafter, 10) if s.finish_reason}
-    return [done[i] for i in range(len(prompts))]
-
-
 PROMPTS = [repetitive_prompt(seed, length, VOCAB_SIZE) for seed, length in ((0, 21), (1, 34), (2, 60))]
+
+
+def outputs(engine: Engine, prompts: list[list[int]], drafter: Drafter | None) -> list[list[int]]:
+    requests = [Request(i, tuple(prompt), 40) for i, prompt in enumerate(prompts)]
+    done = {
+        s.request.id: s.output_tokens for s, _ in scheduler.generate(engine, requests, drafter, 10) if s.finish_reason
+    }
+    return [done[i] for i in range(len(prompts))]
 
 
 def test_logits_are_transformers_with_a_cache_that_rounds(engine_dir: Path, model: PreTrainedModel) -> None:
@@ -112,35 +113,22 @@ def test_size_of_the_cache_is_that_of_its_tensors(engine_dir: Path) -> None:
         assert engine.num_cache_bytes == sum(tensor.nbytes for tensor in [*keys, *values_and_scales])
 
 
-@pytest.mark.parametrize(
-    ("engine_dir", "in_leader_mode"),
-    [
-        ({"kv_cache": "INT8"}, True),
-        pytest.param({"kv_cache": "FP8"}, False, marks=pytest.mark.slow),
-        pytest.param({"kv_cache": "INT8"}, False, marks=pytest.mark.slow),
-        pytest.param({"kv_cache": "FP8"}, True, marks=pytest.mark.slow),
-        *(pytest.param({"kv_cache": "INT8", "tp_size": 2}, one, marks=pytest.mark.slow) for one in (True, False)),
-    ],
-    indirect=["engine_dir"],
-)
+@pytest.mark.parametrize("engine_dir", [{"kv_cache": "INT8"}], indirect=True)
 def test_drafts_reuse_and_preemption_change_no_token(
-    engine_dir: Path, in_leader_mode: bool, model: PreTrainedModel, make_engine_dir: MakeEngineDir
+    engine_dir: Path, model: PreTrainedModel, make_engine_dir: MakeEngineDir
 ) -> None:
     """The draft model's K/V are of another dtype than the target's."""
     plain_dir = make_engine_dir(model)
     with Engine.open(engine_dir) as engine, Engine.open(engine_dir, kv_cache=KVCacheConfig(max_tokens=104)) as small:
-        alone = [outputs(engine, [prompt], None, in_leader_mode=True)[0] for prompt in PROMPTS]
-        assert outputs(engine, PROMPTS, None, in_leader_mode=in_leader_mode) == alone
-        assert outputs(engine, PROMPTS, NgramLookup(2), in_leader_mode=in_leader_mode) == alone
-        assert outputs(small, PROMPTS, NgramLookup(2), in_leader_mode=in_leader_mode) == alone
+        alone = [outputs(engine, [prompt], None)[0] for prompt in PROMPTS]
+        assert outputs(engine, PROMPTS, None) == alone
+        assert outputs(engine, PROMPTS, NgramLookup(2)) == alone
+        assert outputs(small, PROMPTS, NgramLookup(2)) == alone
         with Engine.open(plain_dir) as other:
             drafter = DraftModel(other, VOCAB_SIZE, use_logits=False)
-            assert outputs(engine, PROMPTS, drafter, in_leader_mode=in_leader_mode) == alone
-            unquantized = outputs(other, PROMPTS, None, in_leader_mode=True)
-            assert (
-                outputs(other, PROMPTS, DraftModel(engine, VOCAB_SIZE, use_logits=False), in_leader_mode=in_leader_mode)
-                == unquantized
-            )
+            assert outputs(engine, PROMPTS, drafter) == alone
+            unquantized = outputs(other, PROMPTS, None)
+            assert outputs(other, PROMPTS, DraftModel(engine, VOCAB_SIZE, use_logits=False)) == unquantized
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

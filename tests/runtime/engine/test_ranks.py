@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks_as_threads import WAYS, together
 from sentences import Said
-from shared import MakeEngineDir, once
+from shared import once
 from tiny import FAMILIES, build_tiny, hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -40,7 +40,8 @@ from runtime.util.errors import SpecDecError, UsageError
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((1, 30), (2, 60), (3, 7))]
-GREEDY = SamplingParams(temperature=0, max_tokens=30)
+NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 CPU = torch.device("cpu")
 SPLIT = [family for family in FAMILIES if family not in ("gpt2", "opt", "lfm2", "qwen3.5")]
 pytestmark = pytest.mark.filterwarnings("ignore::runtime.util.errors.SpecDecWarning")
@@ -78,12 +79,6 @@ def split_llama(shared: Path) -> Path:
     return once(shared / "split-llama", make) / "engine"
 
 
-@pytest.fixture(scope="module", params=["none", "aot"])
-def split_either_way(request: pytest.FixtureRequest) -> Path:
-    directory: Path = request.getfixturevalue({"none": "split_llama", "aot": "split_engine_dir"}[request.param])
-    return directory
-
-
 @pytest.fixture(scope="module")
 def llm(split_llama: Path) -> Iterator[LLM]:
     with no_compiler():
@@ -99,13 +94,13 @@ def test_tokens_are_hugging_faces(llm: LLM, split_llama: Path) -> None:
     """
     assert not (split_llama / "kernels.so").exists()
     model = make_model("llama")
-    wanted = [hf_greedy(model, prompt, 30, eos_token_id=2) for prompt in PROMPTS]
+    wanted = [hf_greedy(model, prompt, NUM_TOKENS, eos_token_id=2) for prompt in PROMPTS]
     for drafter in (None, NgramDrafter(6, 2)):
         assert [one.token_ids for one in llm.generate(PROMPTS, GREEDY, drafter=drafter)] == wanted
     shared = PROMPTS[0][:22] + PROMPTS[1][:9]
     (output,) = llm.generate([shared], GREEDY)
     assert output.stats.num_reused_tokens > 20
-    assert output.token_ids == hf_greedy(model, shared, 30, eos_token_id=2)
+    assert output.token_ids == hf_greedy(model, shared, NUM_TOKENS, eos_token_id=2)
 
 
 def logits_of_ranks(model: PreTrainedModel, work_dir: Path, tp_size: int, way: Way, batch: Batch) -> list[Tensor]:
@@ -144,66 +139,11 @@ def test_logits_are_hugging_faces(family: str, tp_size: int, way: Way, tmp_path:
     torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["none", "aot"])
-def test_states_are_every_ranks(compiler: str, make_engine_dir: MakeEngineDir) -> None:
-    """Compute them in a batch, with drafts; find them again in the next turn, and copied where prompts begin alike."""
-    model, common, short = make_model("qwen3.5"), repetitive_prompt(6, 41), SamplingParams(temperature=0, max_tokens=7)
-
-    def expected(prompt: list[int]) -> list[int]:
-        return hf_greedy(model, prompt, 7, eos_token_id=2)
-
-    with LLM(make_engine_dir(model, tp_size=2, compiler=compiler)) as llm:
-        outputs = llm.generate(PROMPTS, short, drafter=NgramDrafter(6, 2))
-        assert [one.token_ids for one in outputs] == [expected(prompt) for prompt in PROMPTS]
-        reused = []
-        for turn in ([*PROMPTS[1], *outputs[1].token_ids, 7, 8], [*common, 4], [*common, 5], [*common, 6]):
-            (output,) = llm.generate([turn], short)
-            assert output.token_ids == expected(turn)
-            reused.append(output.stats.num_reused_tokens)
-    assert reused[0] > len(PROMPTS[1]) and reused[1] == 0 and min(reused[2:]) >= len(common)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
-def test_experts_of_a_compiled_step(family: str, make_engine_dir: MakeEngineDir) -> None:
-    model = make_model(family)
-    with LLM(make_engine_dir(model, tp_size=2, compiler="aot")) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, drafter=NgramDrafter(6, 2))
-    assert [one.token_ids for one in outputs] == [hf_greedy(model, prompt, 30, eos_token_id=2) for prompt in PROMPTS]
-
-
-@pytest.mark.slow
-def test_one_compiled_step_serves_all_ranks(
-    make_engine_dir: MakeEngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its beginning, a layer and its end are token programs: g++ is asked for nothing, however many processes build."""
-    model, log = make_model("llama"), tmp_path / "calls"
-    (tmp_path / "c++").write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec g++ "$@"\n')
-    (tmp_path / "c++").chmod(0o755)
-    monkeypatch.setenv("CXX", str(tmp_path / "c++"))  # which only the processes that are begun now look up
-    engine_dir = make_engine_dir(model, tp_size=2, compiler="aot", num_workers=2)
-    assert [path.name for path in engine_dir.glob("*.pt2")] == ["rank0.pt2"]
-    assert not log.exists() or ".wrapper.cpp" not in log.read_text()
-    with LLM(engine_dir) as llm:
-        assert llm.engine.config.batch_invariant
-        outputs = llm.generate(PROMPTS, GREEDY, drafter=NgramDrafter(6, 2))
-    assert [one.token_ids for one in outputs] == [hf_greedy(model, prompt, 30, eos_token_id=2) for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize(
-    ("split_either_way", "signal_number"),
-    [
-        ("aot", signal.SIGKILL),
-        pytest.param("none", signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
-    indirect=["split_either_way"],
-)
-def test_a_rank_that_ends_or_hangs_ends_all(split_either_way: Path, signal_number: signal.Signals, said: Said) -> None:
-    llm = LLM(split_either_way)
+def test_a_rank_that_ends_ends_all(split_engine_dir: Path, said: Said) -> None:
+    llm = LLM(split_engine_dir)
     llm.generate(PROMPTS[:1], GREEDY)
     (pid,) = pids_of(llm)
-    os.kill(pid, signal_number)
+    os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + HANG_S
     with pytest.raises(SpecDecError) as raised:
         while time.monotonic() < until:
@@ -245,7 +185,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_engine(llm: LLM) -> None:
         interrupt.join()
         signal.signal(signal.SIGINT, before)
     model = make_model("llama")
-    assert llm.generate(PROMPTS[:1], GREEDY)[0].token_ids == hf_greedy(model, PROMPTS[0], 30, eos_token_id=2)
+    assert llm.generate(PROMPTS[:1], GREEDY)[0].token_ids == hf_greedy(model, PROMPTS[0], NUM_TOKENS, eos_token_id=2)
 
 
 CHILD = """
@@ -262,17 +202,9 @@ with LLM(Path(sys.argv[1])) as llm:
 """
 
 
-@pytest.mark.parametrize(
-    ("split_either_way", "signal_number"),
-    [
-        ("aot", signal.SIGKILL),
-        *(pytest.param("none", one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGTERM)),
-    ],
-    indirect=["split_either_way"],
-)
-def test_nothing_is_left_when_rank_0_ends(split_either_way: Path, signal_number: signal.Signals) -> None:
+def test_nothing_is_left_when_rank_0_ends(split_engine_dir: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(split_either_way)],
+        [sys.executable, "-c", CHILD, str(split_engine_dir)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -281,7 +213,7 @@ def test_nothing_is_left_when_rank_0_ends(split_either_way: Path, signal_number:
         assert child.stdout is not None
         pids = [int(word) for word in child.stdout.readline().split()]
         assert len(pids) == 1 and not has_ended(pids[0])
-        child.send_signal(signal_number)
+        child.send_signal(signal.SIGKILL)
         try:
             child.wait(HANG_S)
         finally:
@@ -304,10 +236,3 @@ def test_each_rank_has_a_device_of_its_own(
     with pytest.raises(UsageError) as raised:
         Engine.open(split_llama, device_ids)
     said(raised, *words.split("; "))
-
-
-@pytest.mark.slow
-def test_an_engine_is_split_as_it_is(split_llama: Path, said: Said) -> None:
-    with pytest.raises(UsageError) as raised:
-        LLM(split_llama, tensor_parallel_size=1)
-    said(raised, "2", 1)

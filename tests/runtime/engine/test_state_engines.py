@@ -1,6 +1,5 @@
 """Engines of models whose layers have states: one text and the same bits, however it is computed."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,7 @@ from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
-from runtime.model.causal_heads import has_causal_class
 from runtime.util.errors import RequestError, SpecDecError, UsageError
-from scripts.tools import families
 
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
 NUM_NEW_TOKENS = 24
@@ -87,63 +84,6 @@ def test_bits_are_the_same_whatever_drafts_are_beside_and_fits(of_each_kind: Pre
     assert num_reused > 1000 and num_accepted > 300
 
 
-@pytest.mark.parametrize(
-    "drafter", ["ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "self-draft"))]
-)
-@pytest.mark.parametrize(
-    "of_each_kind",
-    ["qwen3.5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", *SLOW))],
-    indirect=True,
-)
-def test_uncompiled_tokens_are_transformers(drafter: str, of_each_kind: PreTrainedModel, make_engine: Any) -> None:
-    engine = make_engine(of_each_kind, self_draft=SelfDraftConfig("int8"))
-    for loop in ("orchestrator", "leader"):
-        outputs = [sequence.output_tokens for sequence in answers(engine, loop, DRAFTERS[drafter](engine))]
-        assert outputs == [hf_greedy(of_each_kind, prompt, NUM_NEW_TOKENS) for prompt in PROMPTS]
-
-
-OTHERS = (
-    *("lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "bamba", "granitemoehybrid", "falcon_h1"),
-    "glm5_next_text",
-)
-"""Families like those of `of_each_kind`, each as small as scripts/tools/families.py makes it."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["none", "aot"])
-@pytest.mark.parametrize("family", OTHERS)
-def test_prompts_of_700_tokens_of_other_families(family: str, compiler: str, make_engine_dir: Any) -> None:
-    assert has_causal_class(family)
-    config = families.small_config(family)
-    config.update({"max_position_embeddings": 1024, **({"index_topk": 1024} if family == "glm5_next_text" else {})})
-    check_long_prompts(families.random_model(family, config, 0.3, 0.3), compiler, make_engine_dir)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["none", "aot"])
-def test_prompts_of_700_tokens_beside_short_ones(
-    compiler: str, of_each_kind: PreTrainedModel, make_engine_dir: Any
-) -> None:
-    longer = copy.deepcopy(of_each_kind)
-    longer.config.max_position_embeddings = 1024
-    check_long_prompts(longer, compiler, make_engine_dir)
-
-
-def check_long_prompts(longer: PreTrainedModel, compiler: str, make_engine_dir: Any) -> None:
-    """More than 20 chunks, in pieces, with drafts and without."""
-    size, lengths = longer.config.vocab_size, (700, 34, 650, 5)
-    prompts = [repetitive_prompt(seed, length, size) for seed, length in enumerate(lengths)]
-    expected = [hf_greedy(longer, prompt, NUM_NEW_TOKENS) for prompt in prompts]
-    engine_dir = make_engine_dir(longer, compiler=compiler, max_input_len=700, max_seq_len=740)
-    for loop, max_num_tokens in ((orchestrator, 512), (scheduler, 100)):
-        with Engine.open(engine_dir, max_num_tokens=max_num_tokens) as engine:
-            requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(prompts)]
-            for drafter in (None, NgramLookup(2)):
-                engine.clear_cache()
-                done = {s.request.id: s for s, _ in loop.generate(engine, requests, drafter, 10) if s.is_over}
-                assert [done[i].output_tokens for i in range(len(prompts))] == expected
-
-
 def test_prompts_are_scored_as_by_transformers(of_each_kind: PreTrainedModel, make_engine: Any) -> None:
     """Scoring computes prompts that are found in the cache again; two answers to one prompt are beside each other."""
     engine = make_engine(of_each_kind)
@@ -208,13 +148,10 @@ def test_a_state_that_is_asked_for_again_and_again_stays(model: PreTrainedModel,
     assert min(reused[2:]) >= len(shared)
 
 
-@pytest.mark.parametrize("max_num_tokens", [7, pytest.param(512, marks=pytest.mark.slow)])
-def test_a_common_beginning_is_computed_twice_and_then_found(
-    max_num_tokens: int, model: PreTrainedModel, make_engine_dir: Any
-) -> None:
+def test_a_common_beginning_is_computed_twice_and_then_found(model: PreTrainedModel, make_engine_dir: Any) -> None:
     """A state is kept for others once a second request begins so; the first's slot has gone too far by then."""
     shared = repetitive_prompt(6, 61)
-    engine = Engine.open(make_engine_dir(model), max_num_tokens=max_num_tokens)
+    engine = Engine.open(make_engine_dir(model), max_num_tokens=7)
     reused = []
     for own in ([4, 5, 6], [7, 8], [9, 10, 11], [12]):
         prompt = [*shared, *own]

@@ -1,6 +1,5 @@
 """Ranks hold all of a model, bit for bit, and a model that cannot be split is refused by name."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,17 +7,14 @@ import torch
 from quantized import save_gptq
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from test_split_families import SPLIT
 from tiny import FAMILIES, build_tiny, make_config, make_model
 from torch import Tensor
 
 from runtime.builder.convert import convert
 from runtime.checkpoint.checkpoint_dir import open_checkpoint
 from runtime.checkpoint.config import Mapping, QuantConfig
-from runtime.model.model import probe_config, split_config
-from runtime.model.pretrained import parse_language_model
+from runtime.model.model import split_config
 from runtime.util.errors import SpecDecError, SpecDecWarning
-from scripts.tools import families
 
 REFUSED = {"gpt2": "no plan", "opt": "no plan", "mamba": "no plan"}
 AS_IT_MAY_BE = ("lfm2",)  # transformers has a plan for its embeddings since 5.24
@@ -132,31 +128,6 @@ def test_a_plan_of_another_kind_is_refused_by_name(
     with pytest.raises(SpecDecError) as raised:
         split_config(config, 2)
     said(raised, *words.split("; "))
-
-
-@pytest.mark.slow
-def test_every_family_that_runs_is_split_or_refused_by_name() -> None:
-    """Configs of transformers' registry, each as small as scripts/tools/families.py has it; see docs/devices.md."""
-    outcomes = {family: outcome for family in families.FAMILIES if (outcome := splitting_of(family)) is not None}
-    assert [family for family, outcome in outcomes.items() if outcome == "split"] == SPLIT
-    refused = Counter(outcome for outcome in outcomes.values() if outcome != "split")
-    assert refused == {"no plan": 34, "not supported": 1}
-
-
-def splitting_of(family: str) -> str | None:
-    """None of a family that does not run on one device either."""
-    try:
-        config = families.small_config(family)
-        parse_language_model(config.to_dict(), "config.json")
-        probe_config(config)
-    except Exception:
-        return None
-    try:
-        assert split_config(config, 2) is not None
-    except SpecDecError as error:
-        assert f": {config.model_type}" in error.message  # or that of the model inside
-        return next(words for words in ("no plan", "not supported") if words in error.message)
-    return "split"
 
 
 @pytest.mark.parametrize(

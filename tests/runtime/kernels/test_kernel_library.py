@@ -7,7 +7,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,13 +17,11 @@ import torch
 from sentences import Said
 from waiting import wait_until
 
-from runtime.checkpoint.bundle import read_engine_config
 from runtime.kernels import library
 from runtime.kernels.library import (
     INSTRUCTION_SETS,
     MARK,
     InstructionSet,
-    check_kernels_can_be_made,
     compile_kernels,
     cxx_compiler,
     library_name,
@@ -32,7 +29,6 @@ from runtime.kernels.library import (
     prebuilt_kernels,
     prebuilt_machines,
     run_at_once,
-    write_kernels,
 )
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
@@ -164,51 +160,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
     return root
 
 
-def run_installed(installed: Path, *arguments: object, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Run `specdec` where no compiler is on the PATH, with an empty cache."""
-    environment = {
-        "PATH": str(tmp_path / "empty"),
-        "HOME": str(tmp_path / "home"),
-        "PYTHONPATH": str(installed),
-        "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    code = "import sys; from specdec_cli.app import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-
-
-def compilers(tmp_path: Path) -> list[str]:
-    """Compilers of the engines in the cache."""
-    engines = (tmp_path / "home" / ".cache" / "specdec" / "engines").glob("*/config.json")
-    return [read_engine_config(config.parent).build_config.compiler for config in engines]
-
-
-@pytest.mark.slow
-def test_an_installed_wheel_needs_no_compiler(installed: Path, llama_dir: Path, tmp_path: Path) -> None:
-    done = run_installed(
-        installed, "run", "--model-dir", llama_dir, "--input-text", "one two", "--max-output-len", 4, tmp_path=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert "C++" not in done.stderr
-    assert compilers(tmp_path) == ["aot"]
-
-
-@pytest.mark.slow
-def test_without_kernels_or_a_compiler_the_model_is_computed_as_it_is(
-    installed: Path, llama_dir: Path, tmp_path: Path, said: Said
-) -> None:
-    """The second time it is not tried again."""
-    source = tmp_path / "source"
-    shutil.copytree(installed, source, ignore=shutil.ignore_patterns("prebuilt"))
-    arguments = ("run", "--model-dir", llama_dir, "--input-text", "one two", "--max-output-len", 4)
-    first, second = (run_installed(source, *arguments, tmp_path=tmp_path) for _ in range(2))
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert compilers(tmp_path) == ["none"]
-    assert "converting the model" not in second.stderr
-    said(*(line for line in second.stderr.splitlines() if "C++" in line))
-
-
 SUM = """
 typedef float Lanes __attribute__((vector_size(32)));
 Lanes sum(const Lanes* a, const float* b, long n) {
@@ -260,25 +211,6 @@ echo made > "$output"
     said(warned)
     assert num_calls() == 2
     assert [(tmp_path / name).read_text() for name in ("first", "second")] == ["made\n"] * 2
-
-
-def test_kernels_outlive_their_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of other sources are not taken."""
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
-    compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\nfor word; do [ "$last" = -o ] && echo made > "$word"; last=$word; done\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    write_kernels(tmp_path / "first.so")
-    compiler.unlink()
-    check_kernels_can_be_made()
-    write_kernels(tmp_path / "second.so")
-    assert (tmp_path / "first.so").read_text() == (tmp_path / "second.so").read_text() == "made\n"
-    monkeypatch.setattr(library, "_sources", lambda: "other")
-    for make in (check_kernels_can_be_made, lambda: write_kernels(tmp_path / "third.so")):
-        with pytest.raises(SpecDecError) as raised:
-            make()
-        assert raised.value.code == "no_compiler"
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:

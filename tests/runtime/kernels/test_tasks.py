@@ -10,7 +10,6 @@ import pytest
 import torch
 from forked import Forks
 from torch import Tensor
-from waiting import HANG_S
 
 from runtime.kernels.ops import load_kernels
 
@@ -94,25 +93,6 @@ def num_threads():
     return result.stdout
 
 
-@pytest.mark.slow
-def test_helpers_are_made_once_and_end_with_their_caller(forks: Forks, kernels: Path) -> None:
-    program = f"""
-counts = [num_threads()]
-def call():
-    for _ in range(3):
-        work()
-        counts.append(num_threads())
-caller = threading.Thread(target=call)
-caller.start()
-caller.join()
-deadline = time.monotonic() + {HANG_S}  # Python has joined a thread a moment before it ends
-while num_threads() > counts[0] and time.monotonic() < deadline:
-    pass
-print(*[count - counts[0] for count in counts], num_threads() - counts[0])
-"""
-    assert run_program(forks, kernels, program).split() == ["0", *[str(THREADS)] * 3, "0"]
-
-
 def exit_code_of_child(work: Callable[[], bool]) -> int:
     child = os.fork()
     if child == 0:
@@ -159,19 +139,6 @@ def test_torchs_loops_are_computed_alone_and_kernels_are_not(layers: list[Layer]
     for was_alone in (True, False):
         assert torch.ops.specdec.keep_openmp_alone(False) == was_alone
         assert torch.get_num_threads() == THREADS
-
-
-@pytest.mark.slow
-def test_helpers_follow_the_number_of_threads(forks: Forks, kernels: Path) -> None:
-    program = f"""
-work()
-others = num_threads() - {THREADS}
-for threads in (5, 2, 4):
-    torch.set_num_threads(threads)
-    torch.ops.specdec.linear(x, packed, None, 999, 0)
-    print(num_threads() - others)
-"""
-    assert run_program(forks, kernels, program).split() == ["5", "2", "4"]
 
 
 def test_every_thread_takes_tiny_numbers_for_zero_where_the_caller_does() -> None:

@@ -84,28 +84,6 @@ def test_requests_join_as_others_finish(open_engine: Any) -> None:
     assert times.num_iterations == 3 + 12
 
 
-def test_long_prompt_does_not_hold_up_running_rows(open_engine: Any) -> None:
-    """Its 90 tokens are computed 10 at a time, while the other row gets a token in every iteration."""
-    engine = open_engine()
-    engine.max_num_tokens = 10
-    requests = [Request(0, (5, 6), 20), Request(1, tuple(repetitive_prompt(1, 90)), 4)]
-    order = [s.request.id for s, _ in scheduler.generate(engine, requests, None, 0)]
-    assert order.index(1) >= 8
-    assert order[:8] == [0] * 8
-
-
-@pytest.mark.parametrize("drafter", [None, NgramLookup(2)], ids=["plain", "ngram"])
-def test_a_turn_computes_only_what_is_new(drafter: Any, open_engine: Any) -> None:
-    """After the first step the K/V of every token but the last are found, whatever part of a block they fill."""
-    (request,) = make_requests(1)
-    sequence = finish(open_engine(), [request], drafter, orchestrator)[0]
-    lengths, length = [], len(request.prompt_tokens)
-    for num_accepted in sequence.stats.per_step_accepted[:-1]:
-        length += num_accepted + 1
-        lengths.append(length)
-    assert sequence.stats.num_reused_tokens == sum(length - 1 for length in lengths)
-
-
 @BOTH
 def test_same_prompt_again_is_reused_and_cleared_cache_is_not(
     loop: Any, open_engine: Any, llama: PreTrainedModel

@@ -1,7 +1,6 @@
 """Intervals against brute force over all signs and orders, and how often they hold the truth."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -77,20 +76,6 @@ def test_too_few_values_have_no_interval() -> None:
     assert paired_shift([], []) is None
     assert unpaired_shift([1.0, 2.0, 3.0], [7.0, 8.0, 9.0]) is None
     assert unpaired_shift([], [1.0]) is None
-
-
-@pytest.mark.parametrize("n", [6, 12, pytest.param(30, marks=pytest.mark.slow)])
-def test_intervals_hold_the_truth_as_often_as_they_say(n: int) -> None:
-    """Heavy-tailed values count too; 400 trials, allowed to miss by three standard deviations."""
-    rng = np.random.default_rng(n)
-    for kind in ("paired", "unpaired"):
-        held = 0
-        for _ in range(400):
-            a, b = rng.standard_t(2, size=n), rng.standard_t(2, size=n) + 0.3
-            interval = paired_shift(np.zeros(n), b) if kind == "paired" else unpaired_shift(a, b)
-            assert interval is not None
-            held += interval.contains(0.3)
-        assert held / 400 >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)
 
 
 def test_large_samples_have_the_exact_interval_nearly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentences import Said
-from shared import MakeEngineDir
 from tiny import hf_greedy, make_build, make_model
 from torch import Tensor, nn
 from transformers import GptOssConfig, Qwen3MoeConfig
@@ -16,14 +15,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from runtime.builder.build import build_engine
 from runtime.builder.convert import convert
-from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import Activations, Compiler, QuantConfig, QuantFormat
 from runtime.checkpoint.quant.quantize import quantize_weight
 from runtime.checkpoint.quant.weight import take_quantized
-from runtime.core.request import Draft, Request, Sequence
-from runtime.engine.engine import Engine
 from runtime.kernels.ops import load_kernels
-from runtime.loop import scheduler
 from runtime.model.experts import kernel_experts
 from runtime.model.model import expert_layers
 from runtime.model.quantized import QuantizedExperts, QuantizedLinear
@@ -161,50 +156,3 @@ def test_experts_that_are_split_stay_as_they_are(tmp_path: Path, said: Said) -> 
     weights = load_file(tmp_path / "out" / "rank1.safetensors")
     assert weights["model.layers.0.mlp.experts.down_proj"].dtype == torch.float32
     assert weights["model.layers.0.self_attn.q_proj.weight_values"].dtype == torch.int8
-
-
-class Guessing:
-    """Drafts of a length that follows from the text, half of whose tokens are the right ones."""
-
-    def __init__(self, expected: list[int]) -> None:
-        self.expected = expected
-
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return [Draft(self._guess(s)[: min(s.num_generated % 7, s.max_draft_len)]) for s in sequences]
-
-    def _guess(self, sequence: Sequence) -> list[int]:
-        rest = self.expected[sequence.num_generated :]
-        return [token if i < 2 else (token + 1) % 32 for i, token in enumerate(rest)]
-
-    def forget(self, request_id: int) -> None: ...
-
-
-def logits_of(engine: Engine, prompts: list[tuple[int, ...]], drafter: Guessing | None) -> list[list[Tensor]]:
-    requests = [Request(i, prompt, 20, keep_logits=True) for i, prompt in enumerate(prompts)]
-    done = {s.request.id: s for s, _ in scheduler.generate(engine, requests, drafter) if s.finish_reason}
-    engine.clear_cache()
-    return [done[i].logits for i in range(len(prompts))]
-
-
-@pytest.mark.parametrize(
-    "family",
-    ["deepseek-v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-moe", "gemma4-moe"))],
-)
-def test_a_mixture_is_compiled_and_its_bits_do_not_depend_on_company(
-    family: str, make_engine_dir: MakeEngineDir
-) -> None:
-    """No constant stood in the way: a router's weights in float32 that torch had packed, or experts turned round."""
-    engine_dir = make_engine_dir(make_model(family), compiler="aot")
-    config = read_bundle(engine_dir).config
-    assert (config.build_config.compiler, config.compiler_note, config.batch_invariant) == ("aot", None, True)
-    prompts = [tuple(3 + (i * i + 5 * j) % 29 for i in range(length)) for j, length in enumerate((90, 3, 40))]
-    with Engine.open(engine_dir) as engine:
-        alone = [logits_of(engine, [prompt], None)[0] for prompt in prompts]
-        drafter = Guessing([int(row.argmax()) for row in alone[1]])
-        torch.set_num_threads(3)
-        try:
-            together = logits_of(engine, prompts, drafter)
-        finally:
-            torch.set_num_threads(1)
-    for ours, expected in zip(together, alone, strict=True):
-        assert torch.equal(torch.stack(ours), torch.stack(expected))

@@ -26,8 +26,6 @@ from runtime.loop.orchestrator import generate
 from runtime.util.files import read_json
 from scripts.tools.families import POPULARITY, recorded
 
-# Those that differ in structure.
-COMPILED_FAMILIES = ("llama", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3")))
 STORIES_DIR = Path(__file__).parents[3] / "../shared/data/stories260k"
 NUM_NEW_TOKENS = 40
 
@@ -59,7 +57,7 @@ def check_greedy(engine: Engine, model: PreTrainedModel) -> None:
 LIKE_OTHERS = {
     *REPLACED[1:],
     *("falcon-mamba", "gemma2", "qwen3", "mistral-sliding", "mixtral"),  # Mamba 2, Gemma 3 and Llama 4 have them
-    *("lfm2", "qwen3.5"),  # `test_state_engines.py` compares these
+    "lfm2",  # Qwen3.5 has a convolution, too
     *("mistral", "qwen2", "qwen2-moe", "olmo2", "smollm3", "gpt-neo", "gpt-neox", "granite", "mamba", "phi3"),
 }
 
@@ -84,21 +82,6 @@ def test_families_that_people_run_most_are_recorded_as_equal() -> None:
     assert [one.family for one in most if one.verdict != "equal"] == []
     said = {(one.family, way): one.ways.get(way, "") for one in most for way in ("compiled", "self-draft", "int4")}
     assert {at: one for at, one in said.items() if one not in ("yes", "by g++")} == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", COMPILED_FAMILIES)
-def test_compiled_greedy_output_equals_hf(
-    family: str, make_engine: Any, request: pytest.FixtureRequest, llama: PreTrainedModel
-) -> None:
-    if family == "llama":
-        engine = Engine.open(request.getfixturevalue("llama_engine_dir"))
-        model = llama
-    else:
-        model = make_model(family)
-        engine = make_engine(model, compiler="aot")
-    assert engine.config.build_config.compiler == "aot" and engine.config.compiler_note is None
-    check_greedy(engine, model)
 
 
 def test_sliding_window_of_each_layer_is_known(make_engine: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import PUBLISHED, RUN, STDS, load_hugging_face, seed_of, shrunk, thresholds, write_model, write_random
+from published import PUBLISHED, RUN, STDS, load_hugging_face, seed_of, shrunk, write_model, write_random
 from sentences import Said
 from tiny import build_tiny, hf_greedy, repetitive_prompt
 
@@ -21,7 +21,6 @@ from runtime.util.errors import SpecDecError
 
 NUM_NEW_TOKENS = 24
 LIMIT, PROMPT_LEN = 24, 90
-MAX_PROMPT_LEN = 8300
 
 
 @pytest.mark.one_in(4)
@@ -65,24 +64,6 @@ def test_greedy_tokens_are_hugging_faces(name: str, tmp_path: Path) -> None:
     """Past every window, and past the positions that a rope was scaled from; of `longrope` up to them."""
     config = shrunk(PUBLISHED[name].config, limit=limit_of(name))
     check_equal(config, repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "Qwen3-8B-FP8" else pytest.mark.slow) for name in RUN]
-)
-def test_compiled_steps_have_hugging_faces_tokens(name: str, tmp_path: Path) -> None:
-    """Token programs compute all of them, past the same thresholds."""
-    config = shrunk(PUBLISHED[name].config, limit=limit_of(name))
-    check_equal(config, repetitive_prompt(1, PROMPT_LEN, 400), name, tmp_path, "aot")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RUN if thresholds(PUBLISHED[name].config)])
-def test_prompts_past_published_thresholds_have_hugging_faces_tokens(name: str, tmp_path: Path) -> None:
-    """The thresholds as they are: windows of 512 to 4,096, ropes scaled from 4,096 or 8,192 positions."""
-    past = [threshold for threshold in thresholds(PUBLISHED[name].config) if threshold < MAX_PROMPT_LEN]
-    prompt = repetitive_prompt(1, max(past) + 60, 400)
-    check_equal(shrunk(PUBLISHED[name].config), prompt, name, tmp_path)
 
 
 @pytest.mark.parametrize("stds", [(0.3, 0.03), pytest.param((0.15, 0.15), marks=pytest.mark.slow)], ids=str)

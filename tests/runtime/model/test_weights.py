@@ -1,8 +1,6 @@
 """A step's weights are read as safetensors' own reader reads them, into aligned memory."""
 
 import os
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,34 +78,6 @@ def test_file_is_the_one_that_safetensors_writes(
     parts = [{name: weight} for name, weight in reversed(all_of_them.items())]
     write_weights(tmp_path / "ours", layout_of(all_of_them), lambda: parts, known)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-
-
-def resident_bytes(tensor: Tensor) -> int:
-    """Memory that the mapping has in which a tensor lies."""
-    address, mapping = tensor.data_ptr(), ""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
-            mapping = line.split()[0]
-        elif line.startswith("Rss:"):
-            first, _, last = mapping.partition("-")
-            if int(first, 16) <= address < int(last, 16):
-                return int(line.split()[1]) * 1024
-    raise AssertionError("no mapping has the tensor")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
-def test_nothing_stays_of_weights_that_were_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Huge pages too, of which a weight may have but a part."""
-    monkeypatch.setattr(module, "_KEPT_BYTES", 0)
-    sizes = [1_100_000, 100, 700_000, 600_000] * 8
-    save_file({str(i): torch.ones(size) for i, size in enumerate(sizes)}, tmp_path / "weights")
-    weights = absent_weights(tmp_path / "weights")
-    for weight in weights.values():
-        with present(weight):
-            assert weight.all()
-            assert resident_bytes(weight) >= weight.nbytes
-        assert resident_bytes(weight) == 0
 
 
 def change_it(path: Path) -> None:

@@ -83,20 +83,6 @@ def test_lookup_equals_brute_force(
     assert_finds_what_is_there(corpus, documents, tail, max_size, min_size, max_len)
 
 
-@given(seed=st.integers(0, 10**6), num_tokens=st.sampled_from([2, 3, 7, 40]), skew=st.sampled_from([0.5, 1.0, 2.0]))
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_lookup_equals_brute_force_among_many_occurrences(
-    seed: int, num_tokens: int, skew: float, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Up to hundreds of occurrences, most of which are not read."""
-    rng = random.Random(seed)
-    weights = [1 / (i + 1) ** skew for i in range(num_tokens)]
-    documents = [rng.choices(range(num_tokens), weights, k=rng.randrange(1, 400)) for _ in range(4)]
-    corpus = make(tmp_path_factory.getbasetemp() / "many.corpus", documents)
-    for tail in ([0], [1], [0, 0], [0, 1, 0], [num_tokens - 1]):
-        assert_finds_what_is_there(corpus, documents, tail, 3, 1, 8)
-
-
 @given(documents=st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=30), min_size=1, max_size=6))
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
 def test_suffixes_are_sorted_by_their_bytes_and_then_as_they_come(documents: Documents) -> None:
@@ -252,18 +238,6 @@ def test_writing_over_a_corpus_in_the_middle_of_a_lookup_is_no_matter(
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """All corpora are too large to be read into memory."""
     monkeypatch.setattr(corpus_module, "_MAX_BYTES_COPIED", 0)
-
-
-@pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("damage", [cut_to_nothing, written_over])
-def test_writing_over_a_large_corpus_is_an_error(damage: Callable[[Path], None], tmp_path: Path, said: Said) -> None:
-    """A mapped file that is no longer there would end the process with a signal."""
-    corpus = make(tmp_path / "c", [[1, 2, 3] * 5000])
-    assert corpus.longest_match([1, 2], 2)
-    damage(tmp_path / "c")
-    with pytest.raises(SpecDecError) as error:
-        corpus.longest_match([1, 2], 2)
-    said(error)
 
 
 @pytest.mark.usefixtures("large")

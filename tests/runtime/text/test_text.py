@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from runtime.measure.text_steps import token_texts
-from runtime.text.text import StopWords, TextStream, decode, output_text, word_tokens
+from runtime.text.text import StopWords, TextStream, decode, output_text
 
 TOKENIZERS = pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
 
@@ -69,14 +69,6 @@ def stream(
 def assert_pieces_make_the_text(pieces: list[str], text: str | None) -> None:
     """Together they are the text. So no piece shows part of a stop word, which the text does not hold."""
     assert "".join(pieces) == text
-
-
-@settings(deadline=None, max_examples=examples(300))
-@given(any_byte_level_tokens(), words | st.none(), st.lists(st.integers(0, 24)))
-def test_pieces_of_any_output_make_its_text(tokens: list[int], stop_words: list[str] | None, cuts: list[int]) -> None:
-    stops = StopWords(tuple(stop_words), byte_level()) if stop_words else None
-    output, _ = generate(tokens, [], stops)
-    assert_pieces_make_the_text(stream(byte_level(), output, stops, cuts), output_text(byte_level(), output, stops))
 
 
 @TOKENIZERS
@@ -143,12 +135,6 @@ def test_space_in_front_of_an_output_is_kept() -> None:
     pieces = word_pieces()
     dog, more = pieces.convert_tokens_to_ids(["dog", "##s"])
     assert output_text(pieces, [more, dog], None, [dog]) == "s dog"
-
-
-@pytest.mark.parametrize("word", [" ", "  ", "\n"])
-def test_white_space_is_a_word(word: str) -> None:
-    """Llama 2's tokenizers show no space at the start of a text, and it is a stop word elsewhere."""
-    assert word_tokens(byte_fallback(), "stop", word)
 
 
 @settings(deadline=None, max_examples=examples(200))

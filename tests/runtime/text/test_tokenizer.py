@@ -117,17 +117,6 @@ def test_an_engine_answers_without_transformers(llama_engine_dir: Path) -> None:
     assert out == f"{expected} False\n"
 
 
-def test_a_tokenizer_that_names_its_class_is_opened_without_model_code(llama_dir: Path) -> None:
-    """The class of a model's configuration imports it, and takes two seconds."""
-    code = (
-        "import sys; from pathlib import Path; from runtime.text.text import load_tokenizer;"
-        f"tokenizer = load_tokenizer(Path({str(llama_dir)!r}), {{'model_type': 'llama'}});"
-        "print(type(tokenizer).__name__, 'transformers.activations' in sys.modules)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out == f"{type(AutoTokenizer.from_pretrained(llama_dir)).__name__} False\n"
-
-
 PUBLISHED_ROPES: dict[str, dict[str, Any]] = {
     "llama3": {
         "rope_theta": 500000.0,

@@ -1,16 +1,13 @@
 """Training of heads: the loss is its formula, resumed is as if never stopped, and what it reports is drafted."""
 
-import os
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from heads import Eagle, eagle_drafts, eagle_logits, hidden_states, make_eagle, save_eagle
+from heads import Eagle, eagle_logits, hidden_states, make_eagle, save_eagle
 from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,13 +22,12 @@ from runtime.loop import scheduler
 from runtime.text.trace_lines import Trace
 from runtime.training.new_head import drafted_ids, tensors_of, with_vocabulary, write_head
 from runtime.training.parallel_model import ParallelModel, choose_masks
-from runtime.training.traced_states import StatesFile, likeliest, record_type
+from runtime.training.traced_states import likeliest
 from runtime.training.training_run import Target, Texts, TrainingRun, TrainingSettings, split_traces
 from runtime.training.unrolled import (
     STEP_DECAY,
     Losses,
     Rows,
-    accepted_lengths,
     have_unrolled_attention,
     losses_of,
 )
@@ -76,38 +72,6 @@ def rows_of(model: PreTrainedModel, texts: list[list[int]], first: int) -> Rows:
     top_ids = torch.stack([tokens, (tokens + 7) % 32], -1)
     top_probs = torch.tensor([0.75, 0.25]).expand(*tokens.shape, 2)
     return Rows(tokens, states, top_ids, top_probs, is_output)
-
-
-def drafted_texts(head: Eagle, model: PreTrainedModel) -> list[list[int]]:
-    """Texts that go on for a while as the head drafts, and then otherwise."""
-    texts = []
-    for seed in range(3):
-        text = repetitive_prompt(seed, 4)
-        for i in range(4):
-            states = hidden_states(model, text, head.states)[: len(text) - 1]
-            text += eagle_drafts(head, model, text, 1 + (seed + i) % 3, states)
-            text.append((text[-1] + 1 + i) % 32)
-        texts.append(text)
-    return texts
-
-
-@pytest.mark.parametrize(  # heads that the other tests train have a vocabulary of their own
-    "form", [pytest.param(form, marks=pytest.mark.slow if form == "its own vocabulary" else ()) for form in FORMS]
-)
-def test_accepted_lengths_are_those_of_the_formulas_drafts(form: str, model: PreTrainedModel, tmp_path: Path) -> None:
-    head = make_eagle(model, states=STATES, **FORMS[form])
-    texts = drafted_texts(head, model)
-    found = accepted_lengths(loaded(head, model, tmp_path), rows_of(model, texts, 0), NUM_STEPS)
-    counts = Counter[int]()
-    for row, text in enumerate(texts):
-        for last in range(1, len(text) - NUM_STEPS):
-            states = hidden_states(model, text, head.states)[:last]
-            draft = eagle_drafts(head, model, text[: last + 1], NUM_STEPS, states)
-            agree = [a == b for a, b in zip(draft, text[last + 1 :], strict=False)]
-            expected = ([*agree, False]).index(False)
-            assert int(found[row, last - 1]) == expected, (row, last)
-            counts[expected] += 1
-    assert all(counts[length] for length in range(NUM_STEPS + 1)), counts
 
 
 @pytest.mark.parametrize(("form", "of_prompts"), [*((form, False) for form in FORMS), ("its own vocabulary", True)])
@@ -215,18 +179,6 @@ def test_it_learns_and_drafts_what_it_reports(open_run: Any, traces: list[Trace]
             num_steps += sequence.stats.num_steps
     run.engine.remove_head(cache)
     assert abs(num_steps - after.num_steps[2]) <= 3 < before.num_steps[2] - num_steps
-
-
-def test_a_full_disk_is_told_with_what_the_file_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is to stay free beside it; a file that is there needs nothing."""
-    size = 1000 * record_type(96).itemsize
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=size // 1000 + 1_000, f_frsize=1_000))
-    states = StatesFile(tmp_path / "states.bin", [600, 400], 96)
-    said = rf"of 1,000 tokens need {size / 1e6:.1f} MB, beside 67 MB .* has free: {size / 1e6 + 1:.1f} MB"
-    with pytest.raises(SpecDecError, match=said):
-        states.check_room()
-    (tmp_path / "states.bin").write_bytes(bytes(size))
-    StatesFile(tmp_path / "states.bin", [600, 400], 96).check_room()
 
 
 def test_states_are_hugging_faces(open_run: Any, model: PreTrainedModel) -> None:

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from forked import Forks
 from sentences import Said
 
 from runtime.util.errors import SpecDecError
@@ -81,53 +80,3 @@ def test_inductor_keeps_everything_in_it(parent: Path) -> None:
         places = [cache_dir(), triton_cache_dir(0), tempfile.mkdtemp()]
     assert [os.environ.get(name) for name in names] == before and tempfile.gettempdir() == str(parent)
     assert all(Path(place).is_relative_to(temporary_dir()) for place in places), places
-
-
-@pytest.mark.slow
-def test_package_is_unpacked_in_it_and_a_kill_leaves_nothing_to_the_next(
-    forks: Forks, llama_engine_dir: Path, tmp_path: Path
-) -> None:
-    """TMPDIR does not matter: an unusable one is no damaged package."""
-    open_it = f"""
-import os, signal, zipfile
-from pathlib import Path
-from runtime.engine.engine import Engine
-extract = zipfile.ZipFile.extractall
-def extract_and_say(archive, directory):
-    print(*Path(directory).parts[-2:], sep="/", flush=True)
-    extract(archive, directory)
-zipfile.ZipFile.extractall = extract_and_say
-engine = Engine.open(Path({str(llama_engine_dir)!r}))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-    def opened(parent: Path) -> subprocess.CompletedProcess[str]:
-        return forks.run(program=open_it, environment={**os.environ, "TMPDIR": str(parent)})
-
-    done = opened(tmp_path)
-    assert done.stdout.startswith("specdec.work."), done.stderr
-    assert [path.name.startswith("specdec.work.") for path in tmp_path.iterdir()] == [True]
-    in_process("temporary_dir()", tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert "specdec.work." in opened(tmp_path / "none").stdout
-
-
-@pytest.mark.slow
-def test_disk_without_room_for_a_package_is_not_told_as_damage(
-    forks: Forks, llama_engine_dir: Path, parent: Path
-) -> None:
-    code = f"""
-import resource, signal, torch
-from pathlib import Path
-from runtime.checkpoint.bundle import read_bundle
-from runtime.engine.load import StepKind, open_step
-bundle = read_bundle(Path({str(llama_engine_dir)!r}))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    open_step(StepKind("aot", bundle.config.pretrained_config, "float32"), bundle.directory, torch.device("cpu"))
-except OSError as error:
-    print(error.strerror)
-"""
-    done = forks.run(program=code, environment={**os.environ, "TMPDIR": str(parent)})
-    assert done.stdout == "File too large\n", done.stderr

@@ -5,14 +5,10 @@ from typing import Any
 
 import pytest
 from llamacpp_tokens import (
-    REAL,
-    REAL_FILES,
-    REAL_TOKENIZERS,
     Edit,
     data,
     write_byte_level,
     write_gemma_4,
-    write_real,
     write_sentencepiece,
 )
 from sentences import Said
@@ -57,22 +53,6 @@ def test_sentencepiece_merges_by_score_as_llamacpp_does(name: str, tmp_path: Pat
 
 def test_gemma_4_merges_within_lines_as_llamacpp_does(tmp_path: Path) -> None:
     assert_same_tokens(make_gguf_tokenizer(write_gemma_4(tmp_path / "model.gguf")), "gemma4")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("smollm2", "llama2") else pytest.mark.slow)
-        for name in sorted(REAL_TOKENIZERS | REAL_FILES)
-    ],
-)
-def test_published_vocabulary_gives_llamacpps_tokens(name: str, tmp_path: Path) -> None:
-    path = REAL / REAL_FILES.get(name, f"tokenizer-{name}")
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    if name in REAL_TOKENIZERS:
-        path = write_real(tmp_path / "model.gguf", name)
-    assert_same_tokens(make_gguf_tokenizer(path), name)
 
 
 @pytest.mark.parametrize("pre", ["deepseek-llm", "deepseek-v3"])

@@ -1,6 +1,5 @@
 """Weights that others have quantized are read to the last bit: compared with their own libraries' tensors."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -315,19 +314,6 @@ def test_output_layer_of_a_tied_gguf_keeps_the_embeddings_bits(kind: Q, tmp_path
     assert torch.equal(head.dequantize(), embeddings)
     assert torch.equal(tensors["model.embed_tokens.weight"], embeddings.to(tensors["model.embed_tokens.weight"].dtype))
     assert config.quantization is not None and "lm_head" not in config.quantization.exclude_modules
-
-
-def test_config_in_a_file_of_its_own_is_read(tmp_path: Path) -> None:
-    """Config as AutoGPTQ wrote it before config.json had a place for it."""
-    model = tmp_path / "model"
-    meant = save_gptq(model, 4, 32, desc_act=False)
-    config = json.loads((model / "config.json").read_text())
-    said = config.pop("quantization_config")
-    del said["quant_method"]
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "quantize_config.json").write_text(json.dumps(said))
-    run_convert(model, tmp_path / "out")
-    assert_same_numbers(tmp_path / "out", meant)
 
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")

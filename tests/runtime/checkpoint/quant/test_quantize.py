@@ -1,22 +1,18 @@
 """Quantization: values and scales mean what the format says, errors are as small as the nearest allows."""
 
 import itertools
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from quantized import layers_of, small_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sentences import Said
-from tiny import make_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.builder.convert import convert
@@ -198,54 +194,6 @@ def test_linear_layers_that_transformers_renames_are_quantized(tmp_path: Path) -
     for name, linear in linears.items():
         expected = quantize_weight(linear.weight.data, precision, 32)
         assert torch.equal(weights[f"model.{name}"].dequantize(), expected.dequantize())
-
-
-PEAK_MEMORY = """
-import sys
-from pathlib import Path
-from runtime.builder.convert import convert
-from runtime.checkpoint.config import QuantConfig
-
-def peak_bytes():
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
-
-model_dir, output_dir, warm_up_dir = map(Path, sys.argv[1:])
-for name, source in (("warm-up", warm_up_dir), ("checkpoint", model_dir)):
-    before = peak_bytes()
-    precision = QuantConfig("int4", 32)
-    convert(source, output_dir / name, None, replace=False, progress=lambda *_: None, precision=precision)
-print(peak_bytes() - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """256 MB in 8 shards: at most 1.2 shards and 100 MB."""
-    big, num_layers = tmp_path / "big", 8
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "attention_bias": False, "mlp_bias": False}
-    config = make_config("llama", num_hidden_layers=num_layers, **sizes)
-    config.save_pretrained(big)
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in make_meta(config).items()}
-    weight_map = {}
-    for layer in range(num_layers):
-        names = [name for name in shapes if f"layers.{layer}." in name or (layer == 0 and "layers" not in name)]
-        save_file({name: torch.rand(shapes[name]) for name in names}, big / f"model-{layer}.safetensors")
-        weight_map |= dict.fromkeys(names, f"model-{layer}.safetensors")
-    (big / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    shard_bytes = max(path.stat().st_size for path in big.glob("*.safetensors"))
-    limit = 1.2 * shard_bytes + 100 * 2**20
-    assert limit < sum(path.stat().st_size for path in big.glob("*.safetensors")) * 0.6
-    small_model().save_pretrained(tmp_path / "small")
-    command = [sys.executable, "-c", PEAK_MEMORY, str(big), str(tmp_path / "out"), str(tmp_path / "small")]
-    root = Path(__file__).parents[4]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True)
-    assert int(result.stdout) <= limit
-
-
-def make_meta(config: PreTrainedConfig) -> dict[str, Tensor]:
-    return AutoModelForCausalLM.from_config(config).state_dict()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
