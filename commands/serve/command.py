@@ -37,7 +37,7 @@ def serve(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, serve
     engine.check_is_leader("a server")
     with _kept_for_good():
         choice = engine.choose(SamplingParams(), inputs.max_num_tokens, "leader", requests_draft=True)
-        choice = choice.with_disk(disk)
+        choice = choice.with_disk(disk).with_pools(engine.speculation)
         choice.check_tokenizer()
 
         from commands.options.sessions import open_setup_of_models

@@ -338,6 +338,22 @@ class BlockStore:
                 self._db.execute("ROLLBACK")
             raise
 
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The database, for tables of other modules; the errors are this class's."""
+        with self._errors():
+            yield self._db
+
+    @contextmanager
+    def writing(self, num_bytes: int) -> Iterator[sqlite3.Connection]:
+        """The same in a transaction, with room for so many bytes. Unwritable where there is none."""
+        with self._errors():
+            self._db.execute(f"PRAGMA busy_timeout={int(_WRITER_BUSY_S * 1000)}")
+            with self._transaction():
+                if not self._make_room(num_bytes, time.time_ns()):
+                    raise Unwritable("the limit is too small")
+                yield self._db
+
     def owner(self, engine: str, salt: str | None) -> Owner:
         """The records of an engine and an owner."""
         name = owner_name(salt)
@@ -497,7 +513,14 @@ class BlockStore:
             "SELECT id FROM blocks WHERE used<? ORDER BY used, depth DESC LIMIT ?", (used, _AT_ONCE)
         ).fetchall()
         self._remove([block for (block,) in rows])
-        return bool(rows)
+        return bool(rows) or self._remove_outputs()
+
+    def _remove_outputs(self) -> bool:
+        """Remove the oldest rows of the table of outputs (`runtime.core.output_table`), if there is one."""
+        if not self._one("SELECT count(*) FROM sqlite_master WHERE name='outputs'"):
+            return False
+        oldest = "SELECT id FROM outputs ORDER BY id LIMIT ?"
+        return self._db.execute(f"DELETE FROM outputs WHERE id IN ({oldest})", (_AT_ONCE,)).rowcount > 0
 
     def _remove(self, blocks: Seq[int]) -> None:
         self._db.executemany("DELETE FROM parts WHERE block=?", [(block,) for block in blocks])
