@@ -16,7 +16,8 @@ from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import GrammarKind, SamplingParams
 from runtime.core.request import Request
 from runtime.core.scopes import Scope
-from runtime.drafters.chain import FirstOf
+from runtime.drafters.chain import FirstOf, LongestMatch
+from runtime.drafters.ngram import LONGEST_MATCH, CorpusLookup
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
@@ -192,7 +193,7 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
     drafter = default
     if isinstance(body.speculative, Speculative):
         try:
-            drafter = _own_drafter(served, body.speculative)
+            drafter = _own_drafter(served, body.speculative, body._corpus_owners)
         except SpecDecError as error:
             raise as_http_error(error, "speculative") from None
     if body.prediction is not None:
@@ -218,14 +219,17 @@ def _copied_tokens(served: ServedModel, body: ChatRequest) -> list[int]:
     return encode_text(served.tokenizer, written[-_MOST_COPIED:])
 
 
-def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:
-    """The lookup that a request names, else the server's own drafter, with drafts no longer than it says."""
+def _own_drafter(served: ServedModel, asked: Speculative, owners: Seq[str | None]) -> Drafter | None:
+    """The lookup that a request names, else the server's own drafter, and the corpora that it names of these owners';
+    with drafts no longer than it says.
+    """
     own = _own_lookup(asked)
     if asked.draft_len is not None:
         served.check_drafts_fit(asked.draft_len, "speculative")
+    longest = served.llm.engine.max_draft_len
     if own is None:
         drafter = served.loop.default_drafter
-        if drafter is None:
+        if drafter is None and not asked.corpora:
             raise HTTPError(400, "this server has no drafter, and the request names none", param="speculative")
     else:
         speculation, pools = Speculation((own,)), served.loop.owner_pools
@@ -233,8 +237,17 @@ def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:
         own = own if pools is None else speculation.with_owner_pools().lookup
         assert own is not None
         opened = own.open_lookup(None, owner_pools=pools)
-        drafter = BoundedDrafter(UnderGrammar(opened.drafter), opened.max_draft_len or served.llm.engine.max_draft_len)
-    return drafter if asked.draft_len is None else BoundedDrafter(drafter, asked.draft_len)
+        longest = opened.max_draft_len or longest
+        drafter = BoundedDrafter(UnderGrammar(opened.drafter), longest)
+    if asked.corpora:
+        served.check_drafts_fit(1, "speculative")
+        with served.turn.left():  # an index of several corpora is made when it is first asked for
+            index = served.corpora.find(owners, asked.corpora)
+        of_corpus = BoundedDrafter(UnderGrammar(CorpusLookup(index, LONGEST_MATCH)), longest)
+        drafter = of_corpus if drafter is None else LongestMatch([drafter, of_corpus])
+    if drafter is None or asked.draft_len is None:
+        return drafter
+    return BoundedDrafter(drafter, asked.draft_len)
 
 
 def _own_lookup(asked: Speculative) -> LookupDrafter | None:

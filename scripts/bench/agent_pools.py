@@ -24,8 +24,8 @@ from typing import Any
 NAMES = ["parser", "reader", "cache", "router", "loader", "matrix", "ledger", "planner", "session", "scheduler"]
 VERBS = ["rename", "split", "document", "simplify", "test", "speed up"]
 SYSTEM = (
-    "You are a coding agent. You work in a repository with the tools that you have. Look at a file before you change it. "
-    "Change as little as you can. Run the tests after each change. When the tests pass, go on with the next step."
+    "You are a coding agent. You work in a repository with the tools that you have. Look at a file before you change "
+    "it. Change as little as you can. Run the tests after each change. When they pass, go on with the next step."
 )
 
 

@@ -28,6 +28,11 @@ def cache_salt_of(scope: Mapping[str, Any], given: str | None) -> str | None:
     return " ".join(filter(None, (own, asked))) or None
 
 
+def corpus_owners(scope: Mapping[str, Any], given: str | None) -> tuple[str | None, ...]:
+    """Owners whose corpora a request may name: its salt's, then its API key's, or those of requests without either."""
+    return tuple(dict.fromkeys((cache_salt_of(scope, given), cache_salt_of(scope, None))))
+
+
 def client_of(scope: Mapping[str, Any], user: str | None) -> bytes:
     """A digest that is equal for all requests of a client.
 

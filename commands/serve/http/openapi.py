@@ -25,11 +25,13 @@ from commands.serve.protocol.answers import (
     ResponseAnswer,
 )
 from commands.serve.protocol.schema import (
+    AddCorpusRequest,
     ChatRequest,
     CompletionRequest,
     CountRequest,
     DetokenizeRequest,
     MessagesRequest,
+    RemoveCorpusRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
@@ -38,6 +40,7 @@ from runtime.loop.serving import RequestHandle, ServingLoop
 
 _BODIES = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, TokenizeRequest, DetokenizeRequest,
+    AddCorpusRequest, RemoveCorpusRequest,
 )  # fmt: skip
 _ANSWERS = (CompletionAnswer, ChatAnswer, ResponseAnswer, MessageAnswer, ModelsAnswer, ModelAnswer)
 _MODELS: list[tuple[type[Any], Any]] = [(model, "validation") for model in (*_BODIES, *_ANSWERS)]
