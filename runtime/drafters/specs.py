@@ -64,8 +64,8 @@ ModelLen = Annotated[int, replace(_LENGTH, leader_default=DRAFT_LEN)]
 SharedPool = Annotated[
     PoolKind,
     Setting(
-        "Finished outputs that are searched too: `owner` those of the same owner (API key, `cache_salt`), by tool, "
-        "JSON schema and system prompt; `public` those of everybody; `private` none. For suffix matching too.",
+        "Finished outputs that lookups search too: `private` none; `owner`, as `serve` and `batch` do without the flag, "
+        "those of the same API key or `cache_salt`, by tool, JSON schema and system prompt; `public` everybody's.",
         flag="ngram_pool",
     ),
 ]

@@ -372,7 +372,7 @@ def _token_routes(server: Server) -> APIRouter:
 
 
 def _corpus_routes(server: Server) -> APIRouter:
-    """Corpora by SGLang's routes (`commands.serve.corpora`). An error has SGLang's `success` and `message` too."""
+    """Corpora by SGLang's routes (`commands.serve.corpora`); errors have the form of this server's other errors."""
     router, served = APIRouter(responses=_REFUSED), server.served
 
     @router.post("/add_external_corpus", **_body(AddCorpusRequest))
