@@ -3,9 +3,10 @@
     python -m scripts.bench.agent_pools MODEL [--conversations 4] [--turns 12] [--tool-call-parser hermes]
 
 An agent has one task after another, each a conversation of its own about another file: the same system prompt, the same
-tools, twelve turns, of which each calls a tool. A server is started with `--ngram-pool private`, and one with `owner`.
-Both are asked the same, and their answers must be equal. What counts are the conversations after the first. Then come
-prompts of which none is like another, without tools: what pools cost where they find nothing.
+six tools, and twelve turns. Which tool a turn calls is fixed, because small models repeat their first call; its arguments
+are the model's, greedily. A server is started with `--ngram-pool private`, and one with `owner`. Both are asked the same,
+and their answers must be equal. What counts are the conversations after the first. Then come prompts of which none is
+like another, without tools: what pools cost where they find nothing.
 """
 
 import argparse
@@ -40,6 +41,8 @@ TOOLS = [
     function("search", "Search the repository.", pattern="a regular expression", path="the directory"),
     function("edit_file", "Replace a text of a file.", path="the file", old="the text", new="the text in its place"),
     function("run_command", "Run a command in a shell.", command="the command", directory="where it runs"),
+    function("run_tests", "Run tests.", selection="the tests to run", reason="why they are run"),
+    function("commit", "Commit all changes.", message="what was changed, and why"),
 ]
 QUESTIONS = [
     "Why is the sky blue?", "Write a poem about a harbour.", "What does a notary do?", "List five uses of copper.",
@@ -79,10 +82,10 @@ def add(costs: Cost, cost: Cost) -> None:
 
 def given_by(call: dict[str, Any], name: str, rng: random.Random) -> str:
     """What a tool gives: lines of a file, or of a command's output."""
-    if call["name"] == "run_command":
+    if call["name"].startswith("run_"):
         return f"{rng.randint(3, 40)} passed in {rng.random():.2f}s"
-    if call["name"] == "edit_file":
-        return "the file was changed"
+    if call["name"] in ("edit_file", "commit"):
+        return "done"
     words = [f"{rng.choice(NAMES)}_{rng.choice(['size', 'name', 'limit', 'path'])}" for _ in range(8)]
     return "\n".join(f"def {word}({name}):\n    return {name}.{word}" for word in words)
 
@@ -93,16 +96,10 @@ def converse(url: str, number: int, turns: int) -> tuple[list[Any], Cost]:
     task = f"{rng.choice(VERBS)} the functions of src/{name}.py, one by one."
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
     for turn in range(turns):
-        body = {"messages": messages, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
-        message, cost = ask(url, **body, temperature=0.7, seed=100 * number + turn, max_tokens=200)
+        chosen = {"type": "function", "function": {"name": TOOLS[turn % len(TOOLS)]["function"]["name"]}}
+        body = {"messages": messages, "tools": TOOLS, "tool_choice": chosen, "parallel_tool_calls": False}
+        message, cost = ask(url, **body, temperature=0, max_tokens=300)
         add(costs, cost)
-        if not message.get("tool_calls"):
-            calls.append(message["content"])
-            messages += [
-                {"role": "assistant", "content": message["content"] or "-"},
-                {"role": "user", "content": "Go on."},
-            ]
-            continue
         (call,) = message["tool_calls"]
         calls.append(call["function"])
         gave = given_by(call["function"], name, rng)
@@ -110,7 +107,7 @@ def converse(url: str, number: int, turns: int) -> tuple[list[Any], Cost]:
     return calls, costs
 
 
-def measure(url: str, conversations: int, turns: int) -> tuple[list[Any], dict[str, Cost]]:
+def measure(url: str, conversations: int, turns: int, questions: list[str]) -> tuple[list[Any], dict[str, Cost]]:
     """What was answered, and what it took: the later conversations, and the questions."""
     said, agent, unlike = list[Any](), Cost(), Cost()
     for number in range(conversations):
@@ -118,13 +115,13 @@ def measure(url: str, conversations: int, turns: int) -> tuple[list[Any], dict[s
         said.append(calls)
         if number:
             add(agent, cost)
-    for number, question in enumerate(QUESTIONS):
+    for number, question in enumerate(questions):
         message, cost = ask(
             url, messages=[{"role": "user", "content": question}], seed=number, max_tokens=64, temperature=1
         )
         said.append(message["content"])
         add(unlike, cost)
-    return said, {"agent": agent, "nothing repeated": unlike}
+    return said, {"agent": agent} | ({"nothing repeated": unlike} if questions else {})
 
 
 @contextmanager
@@ -152,13 +149,14 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     parser.add_argument("--pools", nargs="+", default=["private", "owner"])
     options, flags = parser.parse_known_args()
     flags = ["--model-dir", options.model, "--spec-decode-algo", "AUTO", "--max-seq-len", "8192", *flags]
     found: dict[str, tuple[list[Any], dict[str, Cost]]] = {}
     for pool in options.pools:
         with server([*flags, "--ngram-pool", pool]) as url:
-            found[pool] = measure(url, options.conversations, options.turns)
+            found[pool] = measure(url, options.conversations, options.turns, QUESTIONS[: options.questions])
         for name, cost in found[pool][1].items():
             print(
                 f"{pool}, {name}: {cost.tokens} tokens, {cost.tokens_per_step:.2f} a step, {cost.seconds:.1f} s",
