@@ -2,11 +2,11 @@
 
     python -m scripts.bench.agent_pools MODEL [--conversations 4] [--turns 12] [--tool-call-parser hermes]
 
-An agent has one task after another, each a conversation of its own about another file: the same system prompt, the same
-six tools, and twelve turns. Which tool a turn calls is fixed, because small models repeat their first call; its arguments
-are the model's, greedily. A server is started with `--ngram-pool private`, and one with `owner`. Both are asked the same,
-and their answers must be equal. What counts are the conversations after the first. Then come prompts of which none is
-like another, without tools: what pools cost where they find nothing.
+An agent has one task after another, each a conversation of its own about another file, with the same system prompt, the
+same six tools, and twelve turns. Which tool a turn calls is fixed, because small models repeat their first call; its
+arguments are the model's, greedily. A server is started with `--ngram-pool private`, and another with `owner`. Both are
+asked the same, and their answers must be equal. What counts are the conversations after the first. Then come prompts of
+which none is like another, without tools: what pools cost where they find nothing.
 """
 
 import argparse
