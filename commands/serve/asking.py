@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
-from commands.serve.http.clients import cache_salt_of
 from commands.serve.http.errors import HTTPError, as_http_error
 from commands.serve.protocol.conversations import chat_tokens, form_grammar, lacks_switch, tools_of
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, Speculative, text_of
@@ -114,7 +113,6 @@ def _ask(
     params = _params(served, body, max(max_tokens, 1), logprobs)
     drafting = _drafting(served, body)
     template = dataclasses.replace(served.llm.request_of(params), label="the request", scopes=_scopes(body))
-    template = dataclasses.replace(template, cache_salt=cache_salt_of({}, body.cache_salt))  # as without API keys
     if any(scope.kind == "tool" for scope in template.scopes):
         template = dataclasses.replace(template, decode=partial(_written, served))
     if echoes:
