@@ -361,11 +361,16 @@ def run_at_once(compiler: str, calls: list[list[str]]) -> None:
             said = process.communicate()[1].strip()
             if process.returncode != 0:
                 raise SpecDecError(
-                    f"the C++ compiler cannot compile the kernels: {compiler}; it said: "
-                    f"{said.splitlines()[0] if said else 'nothing'}",
+                    f"the C++ compiler cannot compile the kernels: {compiler}; it said: {_first_error(said)}",
                     hint="repair it, or name another compiler in the variable CXX",
                     code="compiler_fails",
                 )
+
+
+def _first_error(said: str) -> str:
+    """The line of a compiler's output that says what is wrong: lines before it name the files that include the source."""
+    lines = said.splitlines()
+    return next((line for line in lines if "error" in line), lines[0] if lines else "nothing")
 
 
 def main() -> None:

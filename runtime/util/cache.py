@@ -24,7 +24,7 @@ from typing import BinaryIO
 from filelock import FileLock, Timeout
 
 from runtime.util.errors import SpecDecError
-from runtime.util.files import Stamp, directory_bytes, remove_if_abandoned, stamp_of, write_file
+from runtime.util.files import Stamp, directory_bytes, files_below, remove_if_abandoned, stamp_of, write_file
 
 _CHUNK_BYTES = 1 << 22
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -449,8 +449,7 @@ def remove_unshared_files() -> None:
     if not (_place() / WEIGHTS).is_dir():
         return
     with _shared_files() as directory:
-        links = (path for path in (cache_dir() / "engines").rglob("*") if path.is_symlink())
-        linked = {path.resolve().name for path in links}
+        linked = {path.resolve().name for path, _ in files_below(cache_dir() / "engines") if path.is_symlink()}
         for path in directory.iterdir():
             if path.name not in linked and not path.name.startswith("."):
                 path.unlink(missing_ok=True)
@@ -482,15 +481,17 @@ def max_cache_bytes() -> int:
 
 def unique_bytes(paths: Iterable[Path]) -> int:
     """Bytes of all files in these directories; a file that is linked to several times counts once."""
-    found = (file.stat() for path in paths for file in path.rglob("*") if file.is_file())
-    return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in found}.values())
+    found = (state for path in paths for _, state in files_below(path))
+    return sum({(state.st_dev, state.st_ino): state.st_size for state in found}.values())
 
 
 def cached_engines() -> list[CachedEngine]:
     """Complete engines, the last used first."""
-    directory = cache_dir() / "engines"
-    paths = [path for path in directory.iterdir() if _is_entry(path)] if directory.is_dir() else []
-    found = [CachedEngine(path, directory_bytes(path), path.stat().st_mtime, is_used(path)) for path in paths]
+    directory, found = cache_dir() / "engines", list[CachedEngine]()
+    for path in directory.iterdir() if directory.is_dir() else []:
+        if _is_entry(path):
+            with contextlib.suppress(FileNotFoundError):  # another process removes the engine
+                found.append(CachedEngine(path, directory_bytes(path), path.stat().st_mtime, is_used(path)))
     return sorted(found, key=lambda engine: (engine.used_s, engine.path), reverse=True)
 
 

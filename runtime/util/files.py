@@ -343,8 +343,20 @@ def stamp_of(stat: os.stat_result) -> Stamp:
     return Stamp(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
+def files_below(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Files of a directory and of its subdirectories, those that links lead to included, each with its state.
+
+    Other processes may work there: what is renamed or removed meanwhile is left out.
+    """
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            path = Path(parent, name)
+            with contextlib.suppress(OSError):
+                yield path, path.stat()
+
+
 def directory_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return sum(state.st_size for _, state in files_below(path))
 
 
 def make_private_directory(directory: Path) -> None:

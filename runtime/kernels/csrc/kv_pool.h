@@ -2,7 +2,7 @@
 //
 // Keys are stored transposed in their block, (num_blocks, Hk, D, block_size), values as they are, (num_blocks, Hk,
 // block_size, Dv), so that both products run along contiguous memory. The query heads of one KV head are rows of one
-// product: row g * Q + i is query i of its head g.
+// product.
 //
 // In 8 bits (int8, or e4m3) each token has two scales for each head, one of its keys and one of its values, (num_blocks,
 // Hk, 2, block_size). Scores are multiplied by the first, and weights by the second: the products are of the few bits.
@@ -35,6 +35,8 @@ struct Inputs {
   float scale, softcap;             // scores are softcap * tanh(scale * product / softcap); 0: scale * product
 
   static constexpr bool is_rounded = !std::is_same_v<T, S>;
+  const int64_t* table_of(int64_t b) const { return block_tables + b * N; }
+  int64_t width() const { return (Dv + kLanes - 1) / kLanes * kLanes; }  // of a row's weighted values
   bool is_capped() const { return softcap > 0; }
   // Weights are powers of 2, of what `exponentiate` has multiplied by `cap_scale` and capped.
   float cap_scale() const { return scale / softcap; }

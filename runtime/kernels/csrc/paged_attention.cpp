@@ -7,8 +7,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "attention_products.h"
@@ -35,12 +37,38 @@ inline int64_t chunk_of(int64_t block_size) {
   return std::min(kChunk, std::max(kChunk / block_size, int64_t{1}) * block_size);
 }
 
-// Some rows of some neighbouring KV heads of one sequence.
-struct Task {
-  int64_t b, first_head, num_heads, first_row, num_rows;
+// Sequences whose keys lie in the same blocks from share `first` to share `end`, exclusive: they are read once for all.
+struct SequenceGroup {
+  std::vector<int64_t> members;
+  int64_t first, end;
 };
 
-// Keys `begin` to `end`, exclusive, of a task's sequence.
+// Some rows of some neighbouring KV heads of a group. Row (g * M + m) * Q + i of a KV head is query i of member m of M, by
+// the query's head g.
+struct Task {
+  const SequenceGroup* group;
+  int64_t first_head, num_heads, first_row, num_rows;
+
+  int64_t num_shares() const { return group->end - group->first; }
+};
+
+// Calls use(row, g, token) for the rows of one of a task's heads: which of its query heads, and which token, each is of.
+// (Divisions for every row would take longer than to copy it.)
+template <typename T, typename S, typename Use>
+inline void for_rows_of_head(const Inputs<T, S>& in, const Task& task, const Use& use) {
+  const std::vector<int64_t>& members = task.group->members;
+  const auto num_members = static_cast<int64_t>(members.size());
+  int64_t query = task.first_row % in.Q, member = task.first_row / in.Q % num_members;
+  int64_t g = task.first_row / in.Q / num_members;
+  for (int64_t row = 0; row < task.num_rows; ++row) {
+    use(row, g, members[member] * in.Q + query);
+    if (++query < in.Q) continue;
+    query = 0;
+    if (++member == num_members) member = 0, ++g;
+  }
+}
+
+// Keys `begin` to `end`, exclusive, of a task's sequences.
 struct Share {
   int64_t begin, end;
 };
@@ -51,25 +79,21 @@ struct Seen {
 
   template <typename T, typename S>
   Seen(const Inputs<T, S>& in, const Task& task, const Share& share) : chunk(chunk_of(in.block_size)) {
-    for (int64_t r = 0, query = task.first_row % in.Q; r < task.num_rows; ++r, query = query + 1 < in.Q ? query + 1 : 0)
-      positions[r] = in.positions[task.b * in.Q + query];
+    for_rows_of_head(in, task, [&](int64_t row, int64_t, int64_t token) { positions[row] = in.positions[token]; });
     const auto [lowest, highest] = std::minmax_element(positions, positions + task.num_rows);
     first_key = share.begin, last_key = std::min(share.end, *highest + 1);
     first_key = std::max(first_key, in.first_seen(*lowest) / chunk * chunk);
   }
 };
 
-// Calls use(row, head, token) for the rows of a task: which of the query's heads, and which token, each is of. (Divisions
-// for every row would take longer than to copy it.)
+// Calls use(row, head, token) for the rows of a task: which of the query's heads, and which token, each is of.
 template <typename T, typename S, typename Use>
 inline void for_rows(const Inputs<T, S>& in, const Task& task, const Use& use) {
-  int64_t row = 0;
-  for (int64_t head = task.first_head; head < task.first_head + task.num_heads; ++head) {
-    int64_t query_head = head * (in.H / in.Hk) + task.first_row / in.Q, token = task.first_row % in.Q;
-    for (int64_t r = 0; r < task.num_rows; ++r, ++row) {
-      use(row, query_head, task.b * in.Q + token);
-      if (++token == in.Q) token = 0, ++query_head;
-    }
+  for (int64_t head = 0; head < task.num_heads; ++head) {
+    const int64_t first_row = head * task.num_rows, first_query_head = (task.first_head + head) * (in.H / in.Hk);
+    for_rows_of_head(in, task, [&](int64_t row, int64_t g, int64_t token) {
+      use(first_row + row, first_query_head + g, token);
+    });
   }
 }
 
@@ -90,7 +114,7 @@ template <typename T, typename S, typename Use>
 inline void for_blocks(const Inputs<T, S>& in, const Task& task, int64_t start, int64_t num_keys, const Use& use) {
   for (int64_t k = 0; k < num_keys;) {
     const int64_t offset = (start + k) % in.block_size, count = std::min(in.block_size - offset, num_keys - k);
-    use(k, in.block_tables[task.b * in.N + (start + k) / in.block_size], offset, count);
+    use(k, in.table_of(task.group->members[0])[(start + k) / in.block_size], offset, count);
     k += count;
   }
 }
@@ -112,7 +136,8 @@ void weigh(const Inputs<T, S>& in, const Task& task, const Seen& seen, int64_t h
     const int64_t end = std::min(num_keys, seen.positions[r] + 1 - start);
     const int64_t begin = std::max(in.first_seen(seen.positions[r]) - start, int64_t{0});
     if (in.slopes) {
-      const int64_t query_head = (task.first_head + head) * (in.H / in.Hk) + (task.first_row + r) / in.Q;
+      const int64_t rows_per_query_head = in.Q * static_cast<int64_t>(task.group->members.size());
+      const int64_t query_head = (task.first_head + head) * (in.H / in.Hk) + (task.first_row + r) / rows_per_query_head;
       const float slope = in.slopes[query_head] / in.score_unit();
       const auto distance = static_cast<int32_t>(start - seen.positions[r]);
       for (int32_t j = 0; j < padded; ++j) biases[j] = static_cast<float>(distance + j) * slope;
@@ -203,7 +228,7 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
     for_pieces([&](int64_t k, int64_t head, int64_t count, int64_t block, int64_t offset) {
       Piece<Number> values;
       const int64_t next_key = std::min(start + k + seen.chunk, seen.last_key - 1);
-      const int64_t next_block = in.block_tables[task.b * in.N + next_key / in.block_size];
+      const int64_t next_block = in.table_of(task.group->members[0])[next_key / in.block_size];
       if constexpr (!direct) values = {value_copy, value_copy, width};
       else values = {values_at(block, offset, head), keys_at(next_block, next_key % in.block_size, head), in.Dv};
       for_tiles(start + k, [&](int64_t rows, int64_t first) {
@@ -313,65 +338,146 @@ void finish(const Inputs<T, S>& in, const Task& task, const Partial& total, int6
   });
 }
 
-template <Arithmetic arithmetic, typename T, typename S>
-void run(const Inputs<T, S>& in) {
-  share_range(in.B * in.Q, 64, [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) write_new(in, token);
-  });
-  const int64_t threads = num_threads(), num_keys = in.N * in.block_size;
-  const int64_t keys_per_share = round_up(kSplit, chunk_of(in.block_size));
-  const int64_t num_shares = (num_keys + keys_per_share - 1) / keys_per_share;
-  const int64_t rows = in.H / in.Hk * in.Q;
-  const bool are_many = rows >= kRowsPerTask && in.B * in.Hk * rows >= kTasksPerThread * threads * kRowsPerTask;
-  const int64_t rows_per_task = are_many ? kRowsPerTask : kFewRowsPerTask;
-  const int64_t row_groups = (rows + rows_per_task - 1) / rows_per_task;
-  // Few rows: of several heads at a time, because the K/V of a block's heads lie side by side.
-  int64_t heads = reads_in_place(in) ? std::clamp(rows_per_task / rows, int64_t{1}, in.Hk) : 1;
-  const auto count_tasks = [&] { return in.B * ((in.Hk + heads - 1) / heads) * row_groups; };
-  while (heads > 1 && count_tasks() * num_shares < threads) heads = (heads + 1) / 2;
-  const int64_t head_groups = (in.Hk + heads - 1) / heads, num_tasks = count_tasks();
+// Groups of sequences that begin with the same blocks: each in at most one, and so that much is read once.
+template <typename T, typename S>
+std::vector<SequenceGroup> find_prefixes(const Inputs<T, S>& in, int64_t keys_per_share) {
+  std::vector<SequenceGroup> groups;
+  std::vector<bool> is_member(in.B);
+  for (int64_t b = 0; b < in.B; ++b) {
+    if (is_member[b]) continue;
+    std::vector<std::pair<int64_t, int64_t>> others;  // shares of keys in the same blocks, and the sequence
+    for (int64_t other = b + 1; other < in.B; ++other) {
+      const int64_t* table = in.table_of(b);
+      const int64_t num_equal = std::mismatch(table, table + in.N, in.table_of(other)).first - table;
+      const int64_t num_shares = num_equal * in.block_size / keys_per_share;
+      if (num_shares > 0 && !is_member[other]) others.emplace_back(num_shares, other);
+    }
+    std::sort(others.begin(), others.end(), std::greater<>());
+    int64_t most = 0, num_others = 0;
+    for (int64_t count = 1; count <= static_cast<int64_t>(others.size()); ++count)
+      if (const int64_t saved = count * others[count - 1].first; saved > most) most = saved, num_others = count;
+    if (num_others == 0) continue;
+    SequenceGroup& group = groups.emplace_back(SequenceGroup{{b}, 0, others[num_others - 1].first});
+    for (int64_t i = 0; i < num_others; ++i) group.members.push_back(others[i].second);
+    for (const int64_t member : group.members) is_member[member] = true;
+  }
+  return groups;
+}
+
+// What groups' heads and rows are divided into, at most `rows_per_task` rows each.
+template <typename T, typename S>
+std::vector<Task> tasks_of(const Inputs<T, S>& in, const std::vector<SequenceGroup>& groups, int64_t threads) {
+  int64_t all_rows = 0, num_shares = 0;
+  const auto rows_of = [&](const SequenceGroup& group) {
+    return in.H / in.Hk * in.Q * static_cast<int64_t>(group.members.size());
+  };
+  for (const SequenceGroup& group : groups) {
+    all_rows += in.Hk * rows_of(group);
+    num_shares = std::max(num_shares, group.end - group.first);
+  }
+  std::vector<Task> tasks;
+  for (int64_t most_heads = in.Hk;; most_heads = (most_heads + 1) / 2) {
+    tasks.clear();
+    int64_t heads = 1;
+    for (const SequenceGroup& group : groups) {
+      const int64_t rows = rows_of(group);
+      const bool are_many = rows >= kRowsPerTask && all_rows >= kTasksPerThread * threads * kRowsPerTask;
+      const int64_t rows_per_task = are_many || group.members.size() > 1 ? kRowsPerTask : kFewRowsPerTask;
+      // Few rows: of several heads at a time, because the K/V of a block's heads lie side by side.
+      const int64_t own = reads_in_place(in) ? std::clamp(kFewRowsPerTask / rows, int64_t{1}, most_heads) : 1;
+      heads = std::max(heads, own);
+      for (int64_t head = 0; head < in.Hk; head += own)
+        for (int64_t row = 0; row < rows; row += rows_per_task)
+          tasks.push_back({&group, head, std::min(own, in.Hk - head), row, std::min(rows_per_task, rows - row)});
+    }
+    if (heads == 1 || static_cast<int64_t>(tasks.size()) * num_shares >= threads) return tasks;
+    most_heads = std::min(most_heads, heads);
+  }
+}
+
+// Calls done(task, total) with the softmax of each task's rows over all its shares. Where these are not a sequence's first,
+// before(task, total) gives the softmax over those before them.
+template <Arithmetic arithmetic, typename T, typename S, typename Before, typename Done>
+void attend_groups(const Inputs<T, S>& in, const std::vector<SequenceGroup>& groups, int64_t keys_per_share,
+                   const Before& before, const Done& done) {
+  const int64_t threads = num_threads(), width = in.width();
+  const std::vector<Task> tasks = tasks_of(in, groups, threads);
+  const auto num_tasks = static_cast<int64_t>(tasks.size());
+  int64_t num_shares = 0;
+  for (const Task& task : tasks) num_shares = std::max(num_shares, task.num_shares());
   // Few tasks: threads share their keys too, and the parts are added up at the end.
   const bool divides = num_shares > 1 && num_tasks < kTasksPerThread * threads;
-  const int64_t width = round_up(in.Dv, kLanes), partial_size = kRowsPerTask * (1 + kLanes + width);
+  const int64_t partial_size = kRowsPerTask * (1 + kLanes + width);
   const auto buffer =
-      std::make_unique_for_overwrite<float[]>((divides ? num_tasks * num_shares : 2 * threads) * partial_size);
-  const auto partial = [&](int64_t i) {
-    float* base = buffer.get() + i * partial_size;
-    return Partial{base, base + kRowsPerTask, base + kRowsPerTask * (1 + kLanes)};
-  };
-  const auto make_task = [&](int64_t i) {
-    const int64_t row = i % row_groups * rows_per_task, head = i / row_groups % head_groups * heads;
-    return Task{i / row_groups / head_groups, head, std::min(heads, in.Hk - head), row,
-                std::min(rows_per_task, rows - row)};
-  };
+      std::make_unique_for_overwrite<float[]>((divides ? 1 + num_tasks * num_shares : 2 * threads) * partial_size);
+  const auto partial = [&](int64_t i) { return partial_at(buffer.get() + i * partial_size, kRowsPerTask); };
   const auto attend_share = [&](const Task& task, int64_t share, const Partial& out) {
-    const int64_t begin = share * keys_per_share;
-    attend_fastest<arithmetic>(in, task, Share{begin, std::min(begin + keys_per_share, num_keys)}, out, width);
+    const int64_t begin = (task.group->first + share) * keys_per_share;
+    const int64_t end = std::min(begin + keys_per_share, in.N * in.block_size);
+    attend_fastest<arithmetic>(in, task, Share{begin, end}, out, width);
   };
   const auto add = [&](const Task& task, const Partial& total, const Partial& part) {
     add_part(total, part, task.num_heads * task.num_rows, width, in.log2_scale());
   };
   if (divides) {
-    share_tasks(num_tasks * num_shares,
-                [&](int64_t i) { attend_share(make_task(i / num_shares), i % num_shares, partial(i)); });
+    share_tasks(num_tasks * num_shares, [&](int64_t i) {
+      const Task& task = tasks[i / num_shares];
+      if (const int64_t share = i % num_shares; share < task.num_shares()) attend_share(task, share, partial(1 + i));
+    });
     for (int64_t i = 0; i < num_tasks; ++i) {
-      const Task task = make_task(i);
-      for (int64_t share = 1; share < num_shares; ++share)
-        add(task, partial(i * num_shares), partial(i * num_shares + share));
-      finish(in, task, partial(i * num_shares), width);
+      const Task& task = tasks[i];
+      const bool is_first = task.group->first == 0;
+      const Partial total = partial(is_first ? 1 + i * num_shares : 0);
+      if (!is_first) before(task, total);
+      for (int64_t share = is_first; share < task.num_shares(); ++share)
+        add(task, total, partial(1 + i * num_shares + share));
+      done(task, total);
     }
     return;
   }
   share_tasks(num_tasks, [&](int64_t i, int64_t thread) {
-    const Task task = make_task(i);
+    const Task& task = tasks[i];
+    const bool is_first = task.group->first == 0;
     const Partial total = partial(2 * thread), part = partial(2 * thread + 1);
-    attend_share(task, 0, total);
-    for (int64_t share = 1; share < num_shares; ++share) {
+    if (is_first) attend_share(task, 0, total);
+    else before(task, total);
+    for (int64_t share = is_first; share < task.num_shares(); ++share) {
       attend_share(task, share, part);
       add(task, total, part);
     }
-    finish(in, task, total, width);
+    done(task, total);
   });
+}
+
+// Prefixes that several sequences share are attended first, for all of them. The order in which a row's parts are added up
+// is that of a row alone.
+template <Arithmetic arithmetic, typename T, typename S>
+void run(const Inputs<T, S>& in) {
+  share_range(in.B * in.Q, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) write_new(in, token);
+  });
+  const int64_t keys_per_share = round_up(kSplit, chunk_of(in.block_size)), width = in.width();
+  const std::vector<SequenceGroup> prefixes = find_prefixes(in, keys_per_share);
+  std::vector<SequenceGroup> sequences(in.B);
+  for (int64_t b = 0; b < in.B; ++b)
+    sequences[b] = {{b}, 0, (in.N * in.block_size + keys_per_share - 1) / keys_per_share};
+  for (const SequenceGroup& prefix : prefixes)
+    for (const int64_t member : prefix.members) sequences[member].first = prefix.end;
+  const int64_t num_rows = prefixes.empty() ? 0 : in.B * in.Q * in.H;
+  const auto buffer = std::make_unique_for_overwrite<float[]>(num_rows * (1 + kLanes + width));
+  const Partial of_prefixes = partial_at(buffer.get(), num_rows);
+  if (!prefixes.empty())
+    attend_groups<arithmetic>(in, prefixes, keys_per_share, [](const Task&, const Partial&) {},
+                              [&](const Task& task, const Partial& total) {
+      for_rows(in, task, [&](int64_t row, int64_t head, int64_t token) {
+        copy_row(total, row, of_prefixes, token * in.H + head, width);
+      });
+    });
+  attend_groups<arithmetic>(in, sequences, keys_per_share, [&](const Task& task, const Partial& total) {
+    for_rows(in, task, [&](int64_t row, int64_t head, int64_t token) {
+      copy_row(of_prefixes, token * in.H + head, total, row, width);
+    });
+  }, [&](const Task& task, const Partial& total) { finish(in, task, total, width); });
 }
 
 std::vector<float> as_floats(const at::Tensor& numbers) {

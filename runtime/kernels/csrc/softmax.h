@@ -53,6 +53,17 @@ struct Partial {
   float *maximum, *sums, *weighted;  // (rows), (rows, kLanes), (rows, width)
 };
 
+// The parts of `num_rows` rows in num_rows * (1 + kLanes + width) numbers.
+inline Partial partial_at(float* numbers, int64_t num_rows) {
+  return {numbers, numbers + num_rows, numbers + num_rows * (1 + kLanes)};
+}
+
+inline void copy_row(const Partial& from, int64_t row, const Partial& to, int64_t to_row, int64_t width) {
+  to.maximum[to_row] = from.maximum[row];
+  std::copy_n(from.sums + row * kLanes, kLanes, to.sums + to_row * kLanes);
+  std::copy_n(from.weighted + row * width, width, to.weighted + to_row * width);
+}
+
 // Scales of a chunk's keys and values in 8 bits; 0 beyond its last key.
 struct Scales {
   const float *of_keys, *of_values;

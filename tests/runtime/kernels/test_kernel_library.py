@@ -283,7 +283,8 @@ def test_kernels_outlive_their_compiler(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\necho no such flag >&2; exit 3\n")
+    said_before = "In file included from kernels.cpp:"  # as g++ begins
+    compiler.write_text(f"#!/bin/sh\necho '{said_before}' >&2; echo 'error: no such flag' >&2; exit 3\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))

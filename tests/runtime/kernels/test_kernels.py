@@ -312,7 +312,9 @@ def test_every_float16_is_read_as_it_is(flushes: bool) -> None:
 
 
 class Sequences:
-    """Three sequences of random queries, keys and values, whose K/V lie in blocks all over a pool."""
+    """Three sequences of random queries, keys and values, whose K/V lie in blocks all over a pool. `shared`: with how many
+    tokens of the first others begin, whose whole blocks are theirs too.
+    """
 
     def __init__(
         self,
@@ -323,6 +325,7 @@ class Sequences:
         arithmetic: int = 0,
         stored: torch.dtype | None = None,
         others: dict[str, Any] | None = None,
+        shared: dict[int, int] | None = None,
     ) -> None:
         H, Hk, D, Dv = shape
         self.block_size, self.window, self.arithmetic, length = block_size, window, arithmetic, 1500
@@ -337,6 +340,10 @@ class Sequences:
         )
         num_blocks = -(-length // block_size)
         self.tables = (torch.randperm(3 * num_blocks, generator=generator) + 1).view(3, num_blocks)
+        for sequence, num_tokens in (shared or {}).items():
+            for numbers in (self.key, self.value):
+                numbers[sequence, :num_tokens] = numbers[0, :num_tokens]
+            self.tables[sequence, : num_tokens // block_size] = self.tables[0, : num_tokens // block_size]
         self.key_pool = torch.zeros(3 * num_blocks + 1, Hk, D, block_size, dtype=stored or dtype)
         self.value_pool = torch.zeros(3 * num_blocks + 1, Hk, block_size, Dv, dtype=stored or dtype)
         self.scales = None if stored is None else torch.zeros(3 * num_blocks + 1, Hk, 2, block_size)
@@ -374,7 +381,7 @@ SHAPES = {
     "a head for each": (3, 3, 32, 64),
     "odd heads": (4, 2, 12, 12),
 }
-ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1, 90)), min_size=1, max_size=4)
+ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1400), st.integers(1, 90)), min_size=1, max_size=6)
 
 
 # Windows, and what attention is told besides; then each head has a sink and a slope too.
@@ -388,6 +395,7 @@ ATTENTIONS: dict[str, tuple[int, dict[str, Any] | None]] = {
 
 
 @pytest.mark.one_in(24)
+@pytest.mark.parametrize("beginnings", [{}, {1: 520, 2: 1040}], ids=["apart", "beginnings in common"])
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("block_size", [32, 24, 256])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -399,10 +407,11 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(
     shape: str,
     block_size: int,
     attention: str,
+    beginnings: dict[int, int],
 ) -> None:
     """Batch, row and threads do not matter; compared with one token at a time, by one thread."""
     window, others = ATTENTIONS[attention]
-    sequences = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic, stored, others)
+    sequences = Sequences(SHAPES[shape], block_size, window, dtype, arithmetic, stored, others, beginnings)
 
     @settings(max_examples=10 if settings.get_current_profile_name() == "default" else 1000, deadline=None)
     @given(rows=ROWS, threads=st.sampled_from([1, 2, 3, 5]))
