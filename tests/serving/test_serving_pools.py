@@ -11,7 +11,7 @@ from commands.serve import corpora
 from runtime.drafters.specs import NgramDrafter, SuffixDrafter
 from runtime.engine.engine import KVCacheConfig
 from runtime.text.corpus import write_corpus
-from runtime.text.text import tokenizer_digest
+from runtime.text.text import encode_text, tokenizer_digest
 from runtime.util.errors import SpecDecError, UsageError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The little dog lost the ball."}]
@@ -100,13 +100,21 @@ def samples_of(served: Served) -> dict[str, float]:
         del served.client.headers["authorization"]
 
 
+def whole_words(tokenizer: Any) -> list[int]:
+    """Tokens whose texts, one behind the other, are read as the same tokens again."""
+    texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    found = [token for token, text in texts.items() if text[:1] == " " and text[1:].isalpha() and len(text) > 2]
+    return [token for token in found if encode_text(tokenizer, texts[token]) == [token]][:100]
+
+
 @pytest.mark.parametrize("drafter", [None, SuffixDrafter(8), NgramDrafter(8, 2)], ids=["none", "suffix", "ngram"])
 def test_a_corpus_drafts_for_requests_of_its_owner_that_name_it(
     make_served: MakeServed, drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's routes: a text that the model will write is drafted whole, where a request names it."""
     served = make_served(drafter, api_key="one,two")
-    (path, body), *_ = ROUTES.items()
+    words = whole_words(served.model.tokenizer)
+    path, body = "/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "seed": 1, "allowed_token_ids": words}
 
     def call(route: str, key: str = "one", **sent: Any) -> tuple[int, Any]:
         response = served.client.post(f"/{route}_external_corpus", json=sent, headers=by(key))
