@@ -71,7 +71,7 @@ class Request:
     """Name of its owner: requests find only K/V, and earlier outputs, of others with the same text here. None: of those
     without one."""
     scopes: tuple[Scope, ...] = ()
-    """What its output has in common with others beside their owner, the most specific first."""
+    """Scopes of its output beside its owner, the most specific first."""
     decode: Decode | None = None
     """Makes the text of an output, in which the names of called tools are looked for; None: none are."""
 
