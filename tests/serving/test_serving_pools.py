@@ -1,10 +1,11 @@
 """Earlier outputs and corpora by owner, found over HTTP by their drafts: counts of tokens, which no load changes."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_models import PROMPT, MakeServed, Served
+from serving_models import PROMPT, TOOL_TEMPLATE, MakeServed, Served
 from test_serving_metrics import samples
 
 from commands.serve import corpora
@@ -57,8 +58,12 @@ def test_an_owner_is_drafted_its_own_outputs_and_nobody_elses(make_served: MakeS
     assert num_drafted(served, path, body, "one")[1] > first[1]
 
 
-def test_outputs_are_learned_by_scope_and_outlive_the_server(make_served: MakeServed, tmp_path: Path) -> None:
+def test_outputs_are_learned_by_scope_and_outlive_the_server(
+    make_served: MakeServed, chat_tokenizer_dir: Path, tmp_path: Path
+) -> None:
     """A call is in the pool of the tool that it names; metrics count pools by kind; a restarted server drafts them."""
+    shutil.copytree(chat_tokenizer_dir, tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(TOOL_TEMPLATE)
     tools = [
         {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
         for name in ("find", "paint")
@@ -67,9 +72,8 @@ def test_outputs_are_learned_by_scope_and_outlive_the_server(make_served: MakeSe
     asked = GREEDY | {"messages": MESSAGES, "tools": tools, "guided_choice": called, "max_tokens": 60}
     schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["dog"]}}}}
     for is_first in (True, False):
-        served = make_served(
-            POOLED, tool_call_parser="hermes", kv_cache=KVCacheConfig(disk_dir=tmp_path / "kv"), api_key="one,two"
-        )
+        kv_cache = KVCacheConfig(disk_dir=tmp_path / "kv")
+        served = make_served(POOLED, tmp_path / "tokenizer", kv_cache=kv_cache, api_key="one,two")
         num_accepted = num_drafted(served, "/v1/completions", ROUTES["/v1/completions"], "one")[1]
         if is_first:
             of_first = num_accepted
@@ -78,8 +82,6 @@ def test_outputs_are_learned_by_scope_and_outlive_the_server(make_served: MakeSe
         else:
             assert num_accepted > of_first
             assert num_drafted(served, "/v1/completions", ROUTES["/v1/completions"], "two")[1] == of_first
-        pools = served.model.loop.owner_pools
-        assert pools is not None
         told = samples_of(served)
         expected = {"tool": 1, "schema": 2, "system": 1, "owner": 1 if is_first else 2}
         for kind, number in expected.items():
