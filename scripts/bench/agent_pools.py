@@ -81,7 +81,7 @@ def add(costs: Cost, cost: Cost) -> None:
 
 
 def given_by(call: dict[str, Any], name: str, rng: random.Random) -> str:
-    """What a tool gives: lines of a file, or of a command's output."""
+    """Result of a call: lines of a file, or of a command's output."""
     if call["name"].startswith("run_"):
         return f"{rng.randint(3, 40)} passed in {rng.random():.2f}s"
     if call["name"] in ("edit_file", "commit"):
@@ -108,7 +108,7 @@ def converse(url: str, number: int, turns: int) -> tuple[list[Any], Cost]:
 
 
 def measure(url: str, conversations: int, turns: int, questions: list[str]) -> tuple[list[Any], dict[str, Cost]]:
-    """What was answered, and what it took: the later conversations, and the questions."""
+    """All answers, and the costs of the later conversations and of the questions."""
     said, agent, unlike = list[Any](), Cost(), Cost()
     for number in range(conversations):
         calls, cost = converse(url, number, turns)

@@ -41,7 +41,7 @@ def by(key: str | None) -> dict[str, str]:
 
 @pytest.mark.parametrize("drafter", [POOLED, NgramDrafter(8, 2, pool="owner")], ids=["suffix", "ngram"])
 def test_an_owner_is_drafted_its_own_outputs_and_nobody_elses(make_served: MakeServed, drafter: Any) -> None:
-    """In every protocol; by `cache_salt`, and by API keys. Whoever has not asked before is drafted for as at first."""
+    """Owners by `cache_salt` in every protocol, and by API keys. A new owner is drafted for as the first one was."""
     served = make_served(drafter)
     for path, body in ROUTES.items():
         own = body | {"speculative": {"suffix_config": 8}}

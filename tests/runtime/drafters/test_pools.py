@@ -16,7 +16,7 @@ from runtime.drafters.pools import OwnerPools, Pool
 
 
 def longest(outputs: Seq[list[int]], tail: list[int], more_than: int) -> tuple[int, list[int]]:
-    """By brute force: length of the longest match that an output goes on after, and followers, the last first."""
+    """Length of the longest match that an output goes on after, and its followers, the last first; by brute force."""
     for n in range(min(len(tail), 31), more_than, -1):
         ends = [
             output[i + n]
