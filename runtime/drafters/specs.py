@@ -64,8 +64,8 @@ ModelLen = Annotated[int, replace(_LENGTH, leader_default=DRAFT_LEN)]
 SharedPool = Annotated[
     PoolKind,
     Setting(
-        "Finished outputs that lookups search too: `private` none; `owner`, as `serve` and `batch` do without the flag, "
-        "those of the same API key or `cache_salt`, by tool, JSON schema and system prompt; `public` everybody's.",
+        "Finished outputs that lookups search too: `private` none; `owner`, as `serve` and `batch` do without the "
+        "flag, those of the same API key or `cache_salt`, by tool, JSON schema and system prompt; `public` everybody's.",
         flag="ngram_pool",
     ),
 ]
