@@ -238,7 +238,7 @@ class Engine:
 
     @property
     def has_disk(self) -> bool:
-        """True if K/V are kept on disk too."""
+        """True if keys and values are kept on disk as well."""
         return self._disk is not None
 
     def flush_disk(self) -> None:
@@ -301,7 +301,7 @@ class Engine:
         return openmp_alone() if is_packaged else nullcontext()
 
     def check_is_open(self) -> None:
-        """SpecDecError once it was closed."""
+        """SpecDecError if the engine was closed."""
         if not self._is_open:
             self.turns.wait_if_ended()
             raise SpecDecError("the engine was closed", hint="open it again")
@@ -321,12 +321,12 @@ class Engine:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Tokens whose K/V fit."""
+        """Number of tokens whose keys and values fit the cache."""
         return self._blocks.num_cache_tokens
 
     @property
     def num_state_slots(self) -> int:
-        """Slots for states of sequences; 0 of a model without states."""
+        """Number of slots for sequences' states; 0 for a model without states."""
         return 0 if self._states is None else self._states.manager.num_slots - 1
 
     @property
@@ -341,7 +341,7 @@ class Engine:
         return self._blocks.num_blocks * block_bytes
 
     def check_request(self, request: Request) -> None:
-        """SpecDecError if the engine cannot serve the request whatever else runs."""
+        """SpecDecError if the engine could not serve the request even if nothing else ran."""
         self.check_is_open()
         self.check_lengths(request)
         check_vocabulary(request, self.config.vocab_size)
@@ -472,7 +472,7 @@ class Engine:
 
     @property
     def target_step(self) -> Any:
-        """The compiled step, for whoever shares its weights."""
+        """The compiled step, for a drafter that shares its weights."""
         return self._step
 
     @property
@@ -571,7 +571,7 @@ class Engine:
         return self.turns.take(step)
 
     def _forward(self, rows: Seq[Row], *, by_copy: bool = False) -> Tensor:
-        """(T, vocab) logits of the rows' last positions."""
+        """Logits `[rows, vocab]` after each row's last token."""
         self.check_is_open()
         step = self._copy_step if by_copy else self._step
         assert step is not None
@@ -683,5 +683,5 @@ def _bytes_of_states(config: EngineConfig, device: torch.device) -> int:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes that can be had on the device now."""
+    """Free bytes of the device's memory."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory()

@@ -41,7 +41,7 @@ class ReadsStates(Protocol):
 
 
 def bytes_of_head(head: ReadsStates, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block."""
+    """Bytes of memory that the head needs for one block of tokens."""
     return bytes_per_block(head.kv_layers, block_size, dtype) + block_size * head.state_size * dtype.itemsize
 
 
@@ -73,7 +73,7 @@ class HeadCache:
             tensor[copy.destination] = tensor[copy.source]
 
     def forget(self, block_table: Seq[int], start: int) -> None:
-        """Forget what the slots of a sequence from position `start` on had of others."""
+        """Clear the flags of a sequence's slots from position `start` on, which hold another sequence's numbers."""
         first, offset = divmod(start, self.block_size)
         for has in (self._has_state, self._has_kv):
             has[block_table[first : first + 1], offset:] = False
@@ -94,7 +94,7 @@ class HeadCache:
         return start if has_state[start - first :].all() else None
 
     def mark_known(self, block_table: Seq[int], start: int, end: int) -> None:
-        """The head has made keys and values of the sequence's tokens `start` to `end` - 1."""
+        """Mark the keys and values of the sequence's tokens `start` to `end` - 1 as computed by the head."""
         self._has_kv.reshape(-1)[self.slots(block_table, start, end)] = True
 
     def keep_own(self, block_table: Seq[int], start: int, outputs: Tensor, width: int) -> None:

@@ -91,7 +91,7 @@ def check_environment(config: EngineConfig, engine_dir: Path, device: torch.devi
 
 @dataclasses.dataclass(frozen=True)
 class StepKind:
-    """Properties of an engine that its step is opened by."""
+    """Properties of an engine that decide how its step is opened."""
 
     compiler: Compiler
     pretrained_config: dict[str, Any]
@@ -105,12 +105,12 @@ _left: dict[Path, StepFunction] = {}
 
 
 def leave_step(engine_dir: Path, step: StepFunction) -> None:
-    """Have the next `open_step` of a directory give what is open already, and was checked."""
+    """Keep an open, checked step for the next `open_step` of its directory."""
     _left[engine_dir] = step
 
 
 def take_step(engine_dir: Path) -> StepFunction | None:
-    """The step that was left for the directory, if it was and nobody had it."""
+    """The step that `leave_step` kept for the directory; None if there is none, or it was taken."""
     return _left.pop(engine_dir, None)
 
 
@@ -203,7 +203,7 @@ def check_shape(config: EngineConfig, engine_dir: Path) -> None:
 
 @lru_cache(maxsize=16)
 def _shape_of_package(package: Path, sha256: str) -> StepShape:
-    """Kept, as what has been opened once is often opened again."""
+    """The shape that a compiled package was made for. It is kept, because an engine is often opened again."""
     with _package_errors(package):
         return shape_of_package(package)
 
@@ -239,7 +239,7 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
 
 @lru_cache(maxsize=16)
 def _shapes_by_model(pretrained_config: str, tp_size: int) -> Shapes:
-    """Kept, as finding them takes longer than all else of opening a small engine."""
+    """Shapes as far as the model determines them; kept, because finding them is most of opening a small engine."""
     from runtime.model.model import probe_config, split_config
     from runtime.model.pretrained import parse_pretrained_config
 

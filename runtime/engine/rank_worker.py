@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: it computes the batches that rank 0 sends, and knows of nothing else.
+"""The process of a rank other than 0, which computes the batches that rank 0 sends.
 
 It ends with rank 0's process, however that ends: a pipe that only that process can write to is at its end then.
 """
@@ -13,7 +13,7 @@ from runtime.util.collector import collect_rarely
 
 
 def main() -> None:
-    """Begin as the first line on standard input says; batches follow it."""
+    """Open the engine that the first line of standard input names, then compute the batches that follow."""
     collect_rarely()
     job = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with, args=(job["life"],), daemon=True).start()

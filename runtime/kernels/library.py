@@ -368,7 +368,7 @@ def run_at_once(compiler: str, calls: list[list[str]]) -> None:
 
 
 def _first_error(said: str) -> str:
-    """The line of a compiler's output that says what is wrong: lines before it name the files that include the source."""
+    """The line of a compiler's output that says what is wrong; lines before it name files that include the source."""
     lines = said.splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else "nothing")
 

@@ -40,7 +40,7 @@ def check_corpora(speculation: Speculation, tokenizer: Tokenizer | None, target_
 
 
 def check_corpus(corpus: Corpus, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
-    """The same of one corpus."""
+    """SpecDecError unless this corpus can be read, and means the same by every token id as the target."""
     path, info = corpus.path, corpus.info
     if tokenizer is not None and tokenizer_digest(tokenizer) != info.tokenizer_digest:
         raise SpecDecError(
@@ -102,7 +102,7 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: boo
 
 
 def _warn_of_size(draft: Bundle, target: Bundle) -> None:
-    """Warn of a draft model that is no smaller than the target."""
+    """Warn if the draft model is no smaller than the target: its drafts cost as much as the target's own tokens."""
     if draft.directory.resolve() == target.directory.resolve():
         warnings.warn(
             "the draft model is the target itself: every draft costs more than it can save",

@@ -1,4 +1,4 @@
-"""Drafters at work, for as long as a session lasts. Whether they fit the target is checked elsewhere."""
+"""Open drafters for a session. Whether a drafter fits the target is checked in `runtime.loop.compatibility`."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -80,13 +80,13 @@ class Opening:
         return _open_head(config, settings, self)
 
     def guarded(self, drafter: GuardedDrafter, max_draft_len: int | None) -> OpenDrafter:
-        """A drafter of the user's own."""
+        """A drafter that the user wrote, whose mistakes are told as errors of that drafter."""
         return OpenDrafter(self.adapted(drafter), max_draft_len, guarded=[drafter])
 
 
 @contextmanager
 def open_drafter(speculation: Speculation, opening: Opening) -> Iterator[OpenDrafter]:
-    """The drafter, or several as one, for as long as the block lasts; and with it what grammars force."""
+    """Open a drafter, or several as one, until the block ends. Tokens that a grammar forces are drafted too."""
     with ExitStack() as stack:
         opening = replace(opening, stack=stack, owner_pools=OwnerPools(opening.engine))
         is_one = len(speculation.drafters) == 1
@@ -228,10 +228,10 @@ def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) 
 
 
 def _no_seconds(batch_size: int, context_len: int) -> float:
-    """Seconds of drafting, if they were not measured."""
+    """No seconds of drafting: the price of a drafter whose costs were not measured."""
     return 0.0
 
 
 def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> float:
-    """Constant step costs, if none were measured."""
+    """The same cost for every step, for an engine whose step costs were not measured."""
     return 1.0

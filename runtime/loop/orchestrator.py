@@ -87,7 +87,7 @@ def _generate_group(
 def _step(
     engine: Engine, running: deque[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
 ) -> Stepped | None:
-    """A step of those at the front of `running` for which there is room; None where there is none for the first."""
+    """Step the sequences at the front of `running` that fit the cache; None if not even the first fits."""
     start, step_time_s = time.perf_counter(), engine.step_time_s
     admitted: list[Sequence] = []
     try:
@@ -109,6 +109,6 @@ def _step(
 
 
 def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:
-    """Take the sequences from the front of `running` that fit. The others come first in the next step."""
+    """Take sequences from the front of `running` while they fit the cache. The rest come first in the next step."""
     while running and engine.admit(running[0]):
         admitted.append(running.popleft())

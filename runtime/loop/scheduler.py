@@ -80,7 +80,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Sequences that do not run yet, or made room."""
+        """Sequences that have not run yet, and sequences that gave up their place in the batch to another client."""
         return list(self._turns)
 
     @property
@@ -109,7 +109,7 @@ class Scheduler:
             self.asked_s = time.monotonic()
 
     def _step(self) -> Stepped | None:
-        """None where there is no room for any."""
+        """One step of all running sequences; None if the cache has no room for any sequence."""
         start, step_time_s = time.perf_counter(), self.engine.step_time_s
         self.engine.turns.enter(self)
         self._admit()
@@ -150,7 +150,7 @@ class Scheduler:
         release_all(self.engine, self.drafter, [sequence])
 
     def release_all(self) -> None:
-        """Drop all, as after a step that failed."""
+        """Release all sequences, as after a step that failed."""
         sequences = [*self.running, *self._turns]
         self.running.clear()
         self._holding.clear()
@@ -160,14 +160,14 @@ class Scheduler:
         release_all(self.engine, self.drafter, sequences)
 
     def give_back(self) -> None:
-        """Give back the blocks of all; they go on later from their tokens."""
+        """Release the blocks of all sequences, which are computed again from their tokens later."""
         while self._release_waiting():
             pass
         while self.running:
             self._give_back_last()
 
     def _give_back_last(self) -> None:
-        """Have the running sequence that is the last in order give its blocks back, and wait."""
+        """Preempt the running sequence that is last in order: release its blocks and let it wait."""
         last = self._turns.in_order(self.running)[-1]
         self.engine.release(last)
         self.running.remove(last)
@@ -203,7 +203,7 @@ class Scheduler:
         return False
 
     def _enter(self, sequence: Sequence) -> bool:
-        """Let a waiting sequence run. False: there are too few blocks, also without those of waiting sequences."""
+        """Let a waiting sequence run; False if the cache has too few blocks, even without other waiting sequences."""
         while not sequence.block_table and not self.engine.admit(sequence):
             if not self._release_waiting():
                 return False
@@ -214,7 +214,7 @@ class Scheduler:
         return True
 
     def _release_waiting(self) -> bool:
-        """Take the blocks of the last waiting sequence that has some; False if none has."""
+        """Release the blocks of the last waiting sequence that holds blocks; False if no waiting sequence does."""
         if not self._holding:
             return False
         last = self._turns.in_order(self._holding)[-1]

@@ -98,11 +98,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class QueueFull(SpecDecError):
-    """More are waiting than may wait."""
+    """The queue is full: no further request may wait."""
 
 
 class ClientFull(SpecDecError):
-    """A client has as many requests on their way as a client may have."""
+    """This client has as many unfinished requests as one client may have."""
 
 
 class Stopping(SpecDecError):
@@ -110,7 +110,7 @@ class Stopping(SpecDecError):
 
 
 class StepFailed(SpecDecError):
-    """The step that a request was in failed, by nothing that the request can be blamed for."""
+    """The step that computed a request failed, for a reason outside the request."""
 
 
 @dataclass(frozen=True)

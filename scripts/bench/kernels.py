@@ -1,4 +1,4 @@
-"""How near the CPU's kernels come to what one core of the machine can do.
+"""Compare the CPU's kernels with what one core of the machine can do.
 
 python -m scripts.bench.kernels                              a layer of a Llama of 1.1 B: 2,048 inputs, 5,632 outputs
 python -m scripts.bench.kernels --inputs 768 --outputs 2048 --rows 1 11

@@ -83,7 +83,9 @@ def compare_tokens(session: Session, sequences: Seq[Sequence], without_drafter: 
 
 
 def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
-    """`b` is without the drafter. The logits are computed again, without a draft."""
+    """The first difference between output `a`, with the drafter, and output `b`, without it. The logits at that place
+    are computed again, in a step without a draft.
+    """
     tokens_a, tokens_b = a.output_tokens, b.output_tokens
     position = 0
     while position < min(len(tokens_a), len(tokens_b)) and tokens_a[position] == tokens_b[position]:
@@ -129,7 +131,7 @@ def is_chosen_within(sampler: Sampler, prefix: list[int], logits: Tensor, token:
 
 
 def next_logits(engine: Engine, request: Request, prefix: list[int]) -> Tensor:
-    """(vocab,) the target's logits after `prefix`, from a step without a draft, nothing reused."""
+    """The target's logits `[vocab]` after `prefix`, from a step without a draft that reuses no keys and values."""
     with engine.without_disk():
         engine.clear_cache()
         sequence = Sequence(request, list(prefix))
@@ -189,7 +191,7 @@ def check_distribution(session: Session, sequences: Seq[Sequence], advance: Call
 
 
 def _verdict(p_value: float, detectable: float | None, num_distributions: int) -> bool | None:
-    """Result of the check; None for too little to tell."""
+    """True if the check passed; None if too few tokens were drawn to tell."""
     if p_value < P_VALUE_THRESHOLD:
         return False
     return True if num_distributions >= MIN_DISTRIBUTIONS and _is_enough(detectable) else None
@@ -213,7 +215,7 @@ def _num_draws_per_prefix(distributions: list[Tensor]) -> int:
 
 
 def _distribution(session: Session, like: Request, prefix: "_Prefix") -> Tensor:
-    """(vocab,) the target's, of the token after the text, from a step without a draft."""
+    """The target's probabilities `[vocab]` of the token after the text, from a step without a draft."""
     request, text = replace(prefix.request(like), max_new_tokens=1), list(prefix.tokens)
     logits = next_logits(session.engine, request, text)
     return Sequence.start(request).sampler.probs(text, logits)
@@ -221,7 +223,7 @@ def _distribution(session: Session, like: Request, prefix: "_Prefix") -> Tensor:
 
 @dataclass(frozen=True)
 class _Prefix:
-    """A text to draw from, and how many tokens may follow it: the request it is of has no more."""
+    """A text after which tokens are drawn, and the number of tokens that its request allows behind it."""
 
     tokens: tuple[int, ...]
     max_new_tokens: int
@@ -230,7 +232,7 @@ class _Prefix:
     """Place where the output begins."""
 
     def request(self, like: Request) -> Request:
-        """Ask for what follows, in the grammar of the output."""
+        """A request for the tokens after this text, in the grammar of the output."""
         return replace(
             like,
             prompt_tokens=self.tokens,

@@ -312,8 +312,9 @@ def test_every_float16_is_read_as_it_is(flushes: bool) -> None:
 
 
 class Sequences:
-    """Three sequences of random queries, keys and values, whose K/V lie in blocks all over a pool. `shared`: with how many
-    tokens of the first others begin, whose whole blocks are theirs too.
+    """Three sequences of random queries, keys and values, whose K/V lie in blocks all over a pool.
+
+    `shared` has, by sequence, the number of tokens of sequence 0 that it begins with, in the same blocks.
     """
 
     def __init__(
