@@ -65,7 +65,7 @@ SharedPool = Annotated[
     PoolKind,
     Setting(
         "Finished outputs that lookups search too: `private` none; `owner`, as `serve` and `batch` do without the "
-        "flag, those of the same API key or `cache_salt`, by tool, JSON schema and system prompt; `public` everybody's.",
+        "flag, those of the same API key or `cache_salt`, by tool, JSON schema and system prompt; `public` all.",
         flag="ngram_pool",
     ),
 ]
