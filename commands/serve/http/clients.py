@@ -29,8 +29,11 @@ def cache_salt_of(scope: Mapping[str, Any], given: str | None) -> str | None:
 
 
 def corpus_owners(scope: Mapping[str, Any], given: str | None) -> tuple[str | None, ...]:
-    """Owners whose corpora a request may name: its salt's, then its API key's, or those of requests without either."""
-    return tuple(dict.fromkeys((cache_salt_of(scope, given), cache_salt_of(scope, None))))
+    """Owners whose corpora a request may name: its salt's, then its API key's, or the owner of requests without either.
+    The first one owns the corpora that it adds.
+    """
+    own = scope.get(SALT_OF_SCOPE)
+    return (own,) if given is None else (" ".join(filter(None, (own, f"salt {given}"))), own)
 
 
 def client_of(scope: Mapping[str, Any], user: str | None) -> bytes:

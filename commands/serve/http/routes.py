@@ -385,7 +385,7 @@ def _corpus_routes(server: Server) -> APIRouter:
             if body.file_path is not None:
                 what = "requests name no files: send `documents`, or start the server with `--corpus NAME=FILE`"
                 raise HTTPError(400, what, param="file_path", code="unsupported")
-            owner = cache_salt_of(request.scope, body.cache_salt)
+            owner = corpus_owners(request.scope, body.cache_salt)[0]
             documents = [encode_text(served.tokenizer, text) for text in body.documents or ()]
             with served.turn.left():
                 name, num_tokens = served.corpora.add(owner, body.corpus_id, documents)
@@ -397,7 +397,7 @@ def _corpus_routes(server: Server) -> APIRouter:
     async def remove_external_corpus(request: Request) -> dict[str, Any]:
         """Remove a corpus that the client added."""
         body = parse_body(await _read_body(request), RemoveCorpusRequest)
-        served.corpora.remove(cache_salt_of(request.scope, body.cache_salt), body.corpus_id)
+        served.corpora.remove(corpus_owners(request.scope, body.cache_salt)[0], body.corpus_id)
         return {"success": True, "message": ""}
 
     @router.get("/list_external_corpora")
