@@ -235,6 +235,18 @@ class _Command(TyperCommand):
                 error.ctx = ctx  # type: ignore[attr-defined]  # so that the hint names the command
             raise
 
+    def make_parser(self, ctx: Any) -> Any:
+        """With `--no-streaming` for `--streaming`, which puts off what a variable or a file of settings says, and
+        `--cache` for `--no-cache`. `--help` does not list these."""
+        parser = super().make_parser(ctx)
+        switches = [param for param in self.params if isinstance(param, TyperOption) and param.is_bool_flag]
+        taken = {normalize_name(name.lstrip("-"), self.name or "") for param in self.params for name in param.opts}
+        for switch in (one for one in switches if not one.is_eager):
+            names = {_opposite(name.removeprefix("--")) for name in switch.opts if name.startswith("--")}
+            for name in sorted(names - taken):
+                parser.add_option(switch, [f"--{name}"], switch.name, action="store_const", const=False)
+        return parser
+
     def _own_flags(self) -> Flags:
         options = [option for option in self.params if isinstance(option, TyperOption)]
         long, with_value = (
@@ -257,6 +269,10 @@ class _Command(TyperCommand):
             if signal.SIGINT in _stopped_by and not isinstance(error, typer.Exit):
                 say_interrupted()
             raise
+
+
+def _opposite(name: str) -> str:
+    return name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
 
 
 def _overview() -> str:

@@ -190,6 +190,9 @@ def test_flags_in_the_text_exist() -> None:
         for part in name.split():
             command = command.commands[part]
         known |= {option.lstrip("-") for param in command.params for option in (*param.opts, *param.secondary_opts)}
+        switches = [param for param in command.params if getattr(param, "is_bool_flag", False)]
+        known |= {option.replace("--", "no-") for param in switches for option in param.opts}
+        known |= {option.removeprefix("--no-") for param in switches for option in param.opts}
     named = {
         (page, flag)
         for page, text in PAGES.items()

@@ -13,7 +13,8 @@ from commands.options.shared import Report
 from commands.output.help import INPUT, option
 from commands.output.output import Output, check_output_files, check_readable, check_report
 from runtime.proof.records import Rule
-from runtime.util.errors import UsageError
+from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.reading import has_lines
 
 
 @dataclass(frozen=True)
@@ -64,4 +65,10 @@ class CheckOptions:
         check_report(self.report)
         inputs = [*self.receipts, *([] if self.answers is None else [self.answers])]
         check_readable(inputs)
+        for path in self.receipts:
+            if not has_lines(path):
+                raise SpecDecError(
+                    f"this is no file of receipts, but of other data: {path}",
+                    hint="`specdec run --receipts FILE` writes one",
+                )
         check_output_files([] if self.report is None else [self.report], inputs)

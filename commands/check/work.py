@@ -23,7 +23,17 @@ from commands.output.output import Output, number
 from commands.output.progress import Advance
 from runtime.llm import LLM
 from runtime.proof.receipts import Answers, Read, num_lines, read_receipts
-from runtime.proof.records import Finding, Receipt, Relation, Rule, Verdict, differences, ids_digest, in_words
+from runtime.proof.records import (
+    Finding,
+    Fingerprint,
+    Receipt,
+    Relation,
+    Rule,
+    Verdict,
+    differences,
+    ids_digest,
+    in_words,
+)
 from runtime.text.text import decode
 from runtime.text.traces import read_traces
 from runtime.util.errors import SpecDecError
@@ -41,6 +51,8 @@ _RULES: dict[Rule, str] = {"tokens": "by tokens", "rounding": "within rounding",
 class Checked:
     """Counts of a check, and the answers to name."""
 
+    fingerprint: Fingerprint
+    """This engine's."""
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     relations: Counter[Relation] = field(default_factory=Counter)
     rules: Counter[Rule] = field(default_factory=Counter)
@@ -50,12 +62,15 @@ class Checked:
     shown: list[tuple[Finding, Receipt | None]] = field(default_factory=list)
     """The first findings, with their receipts."""
     num_left_out: int = 0
-    engine_differences: list[str] = field(default_factory=list)
+    differences: dict[Relation, list[str]] = field(default_factory=dict)
+    """Differences from this engine, by relation: those of the first receipt that has any."""
 
     def add(self, finding: Finding, read: Read) -> None:
         self.verdicts[finding.verdict] += 1
         if finding.relation is not None:
             self.relations[finding.relation] += 1
+            if read.receipt is not None and not self.differences.get(finding.relation):
+                self.differences[finding.relation] = differences(read.receipt.fingerprint, self.fingerprint)
         if finding.rule is not None:
             self.rules[finding.rule] += 1
         self.num_tokens += finding.num_tokens
@@ -93,14 +108,12 @@ def check_receipts(options: CheckOptions, choice: EngineChoice, output: Output) 
 
 def _check(llm: LLM, options: CheckOptions, output: Output) -> Checked:
     answers = {} if options.answers is None else _answers(options.answers, llm)
-    checked, checker = Checked(), llm.checker(options.rule)
+    checked, checker = Checked(llm.fingerprint), llm.checker(options.rule)
     total = sum(map(num_lines, options.receipts))
     reads: list[Read] = []  # those on their way
 
     def on_their_way() -> Iterator[Read]:
         for read in chain.from_iterable(read_receipts(path, answers) for path in options.receipts):
-            if read.receipt is not None and not checked.engine_differences:
-                checked.engine_differences = differences(read.receipt.fingerprint, llm.fingerprint)
             reads.append(read)
             yield read
 
@@ -146,7 +159,7 @@ def _document(llm: LLM, options: CheckOptions, checked: Checked) -> CheckDocumen
             wall_s=checked.wall_s,
             tokens_per_second=checked.num_tokens / checked.wall_s if checked.wall_s else None,
         ),
-        engine_differences=checked.engine_differences,
+        engine_differences=next(filter(None, checked.differences.values()), []),
         findings=checked.findings,
         num_findings_left_out=checked.num_left_out,
     )
@@ -154,9 +167,9 @@ def _document(llm: LLM, options: CheckOptions, checked: Checked) -> CheckDocumen
 
 def _show(document: CheckDocument, checked: Checked, output: Output) -> None:
     for relation, told in _TOLD.items():
-        if checked.relations[relation]:
-            differing = "; ".join(document.engine_differences)
-            output.warning(f"{checked.relations[relation]:,} receipts: {told} ({differing})")
+        if num := checked.relations[relation]:
+            differing = "; ".join(checked.differences.get(relation, []))
+            output.warning(f"{num:,} receipt{'' if num == 1 else 's'}: {told} ({differing})")
     if document.findings:
         table = Table("answer", "place", "answer's token", "engine's token", "probability", "rank", "gap", "why")
         for finding in document.findings[:_MOST_SHOWN]:

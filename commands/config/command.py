@@ -16,7 +16,9 @@ class ShowOptions:
     command: Annotated[
         str | None,
         typer.Argument(
-            metavar="COMMAND", help="Command, such as `run`: all its flags with a value.", show_default=False
+            metavar="COMMAND",
+            help="Command, such as `run`: all its flags, with their values and defaults.",
+            show_default=False,
         ),
     ] = None
 

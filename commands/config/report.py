@@ -7,7 +7,7 @@ from pydantic import Field
 from rich.table import Table
 
 from commands.options.parameters import NOT_IN_FILES, commands_of, nearest
-from commands.options.settings import ORIGINS, VARIABLES, Held, begin, home_file, settle
+from commands.options.settings import VARIABLES, Held, home_file, settings_of
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output
 from runtime.util.errors import UsageError
@@ -28,11 +28,11 @@ class ConfigShowDocument(Head):
 
     command: Literal["config show"]
     home_file: str = Field(description="the file of settings for all commands, which need not be there")
-    settings: list[SettingRecord]
+    settings: list[SettingRecord] = Field(description="with a command all of its flags, else those that have a value")
 
 
 def settings_of_one(context: Any, name: str) -> list[SettingRecord]:
-    """The flags of a command that have a value. UsageError for a command that there is not."""
+    """All flags of a command, with their values or defaults. UsageError for a command that there is not."""
     commands = commands_of(context)
     if name not in commands:
         near = nearest(name, commands)
@@ -49,31 +49,27 @@ def settings_of_all(context: Any) -> list[SettingRecord]:
 
 
 def _settings(parent: Any, name: str, command: Any, *, with_defaults: bool) -> list[SettingRecord]:
-    context = command.context_class(
-        command, info_name=name.rpartition(" ")[2], parent=parent.find_root(), **command.context_settings
-    )
-    begin(context)
-    context.params["config"] = parent.params.get("config")
+    context, held = settings_of(parent, name, command)
     options = [one for one in command.params if one.param_type_name == "option" and one.name not in NOT_IN_FILES]
-    for param in options:
-        value, source = param.consume_value(context, {})
-        if source.name == "DEFAULT":  # which may be missing
-            context.params[param.name] = value
-        else:
-            param.handle_parse_result(context, {}, [])
-    settle(context)
-    held = ORIGINS.get() or {}
     return [
         _record(param, context.params[param.name], held.get(param.name))
         for param in options
-        if param.name in held or (with_defaults and context.params[param.name] not in (None, False, []))
+        if param.name in held or with_defaults
     ]
 
 
 def _record(param: Any, value: Any, held: Held | None) -> SettingRecord:
-    texts = [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
-    shown = "(set)" if param.name == _SECRET else "true" if value is True else ", ".join(texts)
+    shown = "(set)" if param.name == _SECRET and value is not None else _shown(param, value)
     return SettingRecord(name=param.opts[0], value=shown, origin="default" if held is None else held.origin.text)
+
+
+def _shown(param: Any, value: Any) -> str:
+    """A value as text; of a flag that has none, what `--help-all` says holds then."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None or value == [] or value == ():
+        return param.show_default if isinstance(param.show_default, str) else "-"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _variables() -> list[SettingRecord]:

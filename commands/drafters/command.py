@@ -8,6 +8,7 @@ from commands.options.expand import expand_groups
 from commands.output.output import Output, check_readable
 from runtime.checkpoint.bundle import is_engine_dir
 from runtime.checkpoint.resolve import read_model_config, resolve_model
+from runtime.text.trace_lines import check_trace_lines
 from runtime.util.errors import UsageError
 
 
@@ -27,6 +28,7 @@ def drafters(inputs: DraftersInputs, options: DraftersOptions, output: Output) -
         )
     if inputs.traces is not None:
         check_readable([inputs.traces])
+        check_trace_lines(inputs.traces)
     has_prompts = bool(inputs.input_text) or inputs.input_file is not None
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if has_prompts else None
     read_model_config(resolve_model(model))

@@ -1,14 +1,17 @@
 """`specdec launch`, its flags: a coding agent on a model of this machine, in one command."""
 
 import os
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from commands.launch.tools import KEY_VARIABLE, TOOLS, Tool
 from commands.options.expand import expand_groups
-from commands.output.help import OUTPUT, SERVER, option
+from commands.options.parameters import commands_of
+from commands.options.settings import settings_of
+from commands.output.help import INPUT, OUTPUT, SERVER, option
 from runtime.util.errors import SpecDecError, UsageError
 
 ARGUMENTS_OF_TOOL = "specdec.arguments_of_tool"
@@ -24,6 +27,16 @@ class LaunchOptions:
         int,
         option(SERVER, "Port of the server: it is taken if one listens there, else started.", min=0, max=65535),
     ] = 8000
+    config: Annotated[
+        Path | None,
+        option(
+            INPUT,
+            "Settings of the server, and of this command: flags in a YAML file.",
+            shown="~/.config/specdec/config.yaml",
+            metavar="FILE.yaml",
+            is_eager=True,
+        ),
+    ] = None
     api_key: Annotated[
         str | None,
         option(SERVER, "Key of the server.", shown="none is asked for", envvar=KEY_VARIABLE),
@@ -71,10 +84,20 @@ def launch(
         return
     from commands.launch.work import Launch, run
 
+    _, held = settings_of(context, "serve", commands_of(context)["serve"])
+    given = [*(flags or []), *([] if options.config is None else ["--config", str(options.config)])]
+    settings = {name.replace("_", "-"): _first(one.value) for name, one in held.items()}
+    if "port" in settings and getattr(context.get_parameter_source("port"), "name", "") == "DEFAULT":
+        options = replace(options, port=int(settings["port"]))  # of the file's section `serve`
     arguments = context.meta.get(ARGUMENTS_OF_TOOL, [])
-    code = run(found, Launch(options.host, options.port, options.keys, flags or [], arguments), options.print_only)
+    code = run(found, Launch(options.host, options.port, options.keys, given, arguments, settings), options.print_only)
     if code:
         raise typer.Exit(code)
+
+
+def _first(value: Any) -> str:
+    """A setting as text; of a repeatable flag, such as `served_model_name`, the first value."""
+    return str(value[0] if isinstance(value, list | tuple) and value else value)
 
 
 def _tool_named(name: str) -> Tool:

@@ -20,13 +20,16 @@ from runtime.util.errors import SpecDecError, UsageError
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that is asked for. `flags` are a model, perhaps, and flags of `serve`; `arguments` are the agent's."""
+    """A launch that is asked for. `flags` are a model, perhaps, and flags of `serve`; `arguments` are the agent's;
+    `settings` are what variables and files say of flags of `serve`, by their names without hyphens in front.
+    """
 
     host: str
     port: int
     keys: Sequence[str]
     flags: Sequence[str]
     arguments: Sequence[str]
+    settings: Mapping[str, str]
 
     @property
     def key(self) -> str:
@@ -39,17 +42,23 @@ class Launch:
 
     @property
     def model(self) -> str | None:
-        """The model that is named, first or by its flag."""
+        """The model or engine that is named: first, by its flag, or by a file of settings."""
         if self.flags and not self.flags[0].startswith("-"):
             return self.flags[0]
-        return next(_values(self.flags, "model-dir"), None)
+        return self.value("model-dir") or self.settings.get("engine-dir")
+
+    def value(self, name: str) -> str | None:
+        """Value of a flag of `serve`, on the command line or by a file of settings."""
+        return next(_values(self.flags, name), None) or self.settings.get(name)
 
     @property
     def serve_arguments(self) -> list[str]:
         """Arguments for `specdec serve`."""
         is_word = bool(self.flags) and not self.flags[0].startswith("-")
         first = ["--engine-dir" if is_engine(self.flags[0]) else "--model-dir"] if is_word else []
-        fitting = [] if self.model is None else fitting_flags(self.model, flags_given(self.flags))
+        fitting = (
+            [] if self.model is None else fitting_flags(self.model, flags_given(self.flags) | self.settings.keys())
+        )
         address = ["--host", self.host, "--port", str(self.port)]
         return [*first, *self.flags, *fitting, *address]
 
@@ -58,7 +67,8 @@ class Launch:
         if self.model is None:
             return set()
         own = Path(self.model).expanduser()
-        return {self.model, own.name, own.resolve().name, *_values(self.flags, "served-model-name")}
+        served = self.value("served-model-name")
+        return {self.model, own.name, own.resolve().name, *([] if served is None else [served])}
 
 
 def _values(flags: Sequence[str], name: str) -> Iterator[str]:
@@ -105,7 +115,7 @@ def _running(launch: Launch) -> Served | None:
     neither a server nor a model."""
     served = ask_server(launch.url, launch.key) if launch.port else None
     if served is None:
-        if not launch.flags:
+        if not launch.flags and launch.model is None:
             raise UsageError(
                 f"no server listens at {launch.url}, and no model is named to start one",
                 hint="name a model: `specdec launch TOOL MODEL`",
@@ -147,8 +157,9 @@ def _print(tool: Tool, launch: Launch) -> None:
     if served is None:
         arguments = launch.serve_arguments
         print(f"specdec serve {shlex.join(arguments)}")
-        name = next(_values(launch.flags, "served-model-name"), Path(launch.model or "engine_outputs").resolve().name)
-        served = Served(launch.url, (name,), int(next(_values(arguments, "max-seq-len"), "4096")))
+        name = launch.value("served-model-name") or Path(launch.model or "engine_outputs").resolve().name
+        context = next(_values(arguments, "max-seq-len"), None) or launch.settings.get("max-seq-len", "4096")
+        served = Served(launch.url, (name,), int(context))
     for line in _settings(tool, _connection(served, launch)):
         print(visible(line))
     print(shlex.join([tool.executable, *launch.arguments]))

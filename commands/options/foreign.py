@@ -69,6 +69,7 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
     "gpu-layers": (True, "an engine is whole on one device"),
     "threads": (True, "the variable OMP_NUM_THREADS says how many threads compute"),
     "threads-batch": (True, "the variable OMP_NUM_THREADS says how many threads compute"),
+    "enforce-eager": (False, "`--compiler none` computes without a compiled step"),
     "jinja": (False, "chat templates are always Jinja's"),
     "mlock": (False, "weights stay in memory as the system has room"),
     "no-mmap": (False, "an engine's weights are always mapped"),
@@ -144,6 +145,10 @@ ANSWERS = {
     "load-in-4bit": _Answer(
         "weights are quantized by another flag: {flag}", "`--quantization int4`", takes_value=False
     ),
+    "prompt-cache": _Answer(
+        "keys and values of all prompts are kept in one directory: {flag} {value}",
+        "`--kv-cache-dir DIR`, with `--kv-cache-disk-size 20G`",
+    ),
     "hf-file": _Answer("a file of a repository is named with it: {flag} {value}", "`specdec run OWNER/NAME:Q4_K_M`"),
 }
 """Flags that mean something else here."""
@@ -196,6 +201,8 @@ def without_foreign(arguments: list[str], flags: Flags) -> list[str]:
             kept.append(flag + equals + value)
             if flag.startswith("--") and name in flags.with_value and not equals:
                 kept.extend(islice(rest, 1))
+        elif name in ANSWERS and ANSWERS[name] is _CHAT and flags.command == "chat":
+            continue  # so it is anyway
         elif name in ANSWERS:
             _answer(ANSWERS[name], flag, value, rest, has_value=bool(equals))
         elif name in WITHOUT_EFFECT:

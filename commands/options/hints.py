@@ -124,6 +124,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "not_ours": "`--force` replaces only specdec's own output; choose another directory or remove this one",
     "other_torch": ("install torch 2.13", "use no compiler: `--compiler none`"),
     "other_model": "give the model that the engine was made from with `--hf-model-dir`",
+    "shipped_format": "`{model} --quantization int4` quantizes it",
     "positions": "`--max-seq-len {max_seq_len}`",
     "profile": "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`",
     "profile_of_an_engine": "name the engine, `specdec run {engine_dir}`, or tune the model: `specdec tune {model} "

@@ -173,6 +173,29 @@ def settle(context: Any) -> None:
     _tell_unknown_variables(context)
 
 
+def settings_of(parent: Any, name: str, command: Any) -> tuple[Any, Mapping[str, Held]]:
+    """(context, settings) of a command, as if it were called without flags: what variables, and the files that the
+    context `parent` has, hold for it. The context has the values of its flags, by their Python names.
+    """
+    own = ORIGINS.get()
+    context = command.context_class(
+        command, info_name=name.rpartition(" ")[2], parent=parent.find_root(), **command.context_settings
+    )
+    begin(context)
+    context.params["config"] = parent.params.get("config")
+    for param in command.params:
+        if param.param_type_name == "option" and param.name not in NOT_IN_FILES:
+            value, source = param.consume_value(context, {})
+            if source.name == "DEFAULT":  # which may be missing
+                context.params[param.name] = value
+            else:
+                param.handle_parse_result(context, {}, [])
+    settle(context)
+    held = ORIGINS.get() or {}
+    ORIGINS.set(own)
+    return context, held
+
+
 def _source(context: Any, name: str) -> str:
     return getattr(context.get_parameter_source(name), "name", "")
 

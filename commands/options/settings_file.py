@@ -81,11 +81,27 @@ class _Reader:
     commands: Mapping[str, Any]
     own: dict[str, Setting] = field(default_factory=dict)
     """Settings in the command's own section."""
+    merged: set[int] = field(default_factory=set)
+    """Identities of the mappings that others take in, by `<<: *base`."""
 
     def read(self, root: yaml.Node) -> dict[str, Setting]:
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"these are no settings: {self.place(root)}", hint=_HINT)
+        self.merged = {id(one) for mapping in _mappings_in(root) for one in self._taken_in(mapping)}
         return self._settings(root, self.command, is_own=False) | self.own
+
+    def _has_meaning(self, name: str, command: Any) -> bool:
+        return _slug(name) in _GROUPS or self._command_named(name) is not None or self._is_flag(name, command)
+
+    def _taken_in(self, mapping: yaml.MappingNode) -> Iterator[yaml.MappingNode]:
+        """The mappings that stand behind `<<`, the first of which holds. UsageError for what is no mapping."""
+        for key, value in mapping.value:
+            if key.tag != f"{_OF_YAML}merge":
+                continue
+            for one in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(one, yaml.MappingNode):
+                    raise UsageError(f"`<<` takes in what is no mapping: {self.place(key)}", hint="`<<: *base`")
+                yield one
 
     def place(self, node: yaml.Node) -> str:
         return f"{self.path}, line {node.start_mark.line + 1}"
@@ -97,6 +113,8 @@ class _Reader:
         found: dict[str, Setting] = {}
         for key, value in self._pairs(mapping):
             name = str(key.value)
+            if id(value) in self.merged and not self._has_meaning(name, command):
+                continue  # `base: &base {…}`, which is read where `<<: *base` stands
             is_section = _slug(name) in _GROUPS or self._command_named(name) is not None
             if is_section and _is_null(value):
                 continue
@@ -113,7 +131,8 @@ class _Reader:
                     f"`{name}` is a section, and has a value: {self.place(key)}", hint="put its settings under it"
                 )
             else:
-                new = self._flag(key, value, command, is_own=is_own)
+                stands_here = any(one is key for one, _ in mapping.value)  # and is not taken in from elsewhere
+                new = self._flag(key, value, command, is_own=is_own and stands_here)
                 if again := found.keys() & new.keys():
                     (first,) = (found[one].place for one in again)
                     raise UsageError(f"`{name}` is there twice: {self.place(key)}", hint=f"also in {first}")
@@ -130,6 +149,8 @@ class _Reader:
     def _pairs(self, mapping: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         places: dict[str, str] = {}
         for key, value in mapping.value:
+            if key.tag == f"{_OF_YAML}merge":
+                continue
             if not isinstance(key, yaml.ScalarNode):
                 raise UsageError(f"a key is no name: {self.place(key)}", hint=_HINT)
             if key.value in places:
@@ -138,6 +159,11 @@ class _Reader:
                 )
             places[key.value] = self.place(key)
             yield key, value
+        for other in self._taken_in(mapping):
+            for key, value in self._pairs(other):
+                if key.value not in places:  # what stands here itself holds, then the first that has it
+                    places[key.value] = self.place(key)
+                    yield key, value
 
     def _normalized(self, name: str, command: Any) -> str:
         return normalize_name(name, command.name.replace("-", "_") if command.name else "")
@@ -176,6 +202,11 @@ class _Reader:
             kept = without_foreign([f"--{name}={_text(node)}"], flags)
         except UsageError as error:
             raise UsageError(f"{error.message} ({self.place(key)})", hint=error.hint) from None
+        if kept and self._is_of_another(key.value, name):
+            raise UsageError(
+                f"`specdec {command.name}` has no flag of this name: {key.value} ({self.place(key)})",
+                hint="leave the line out, or put it at the beginning of the file, for the commands that have it",
+            )
         if kept:
             others = (flag for one in self.commands.values() for flag in options_of(one))
             near = nearest(name, options) or nearest(name, others)
@@ -193,6 +224,18 @@ class _Reader:
         names = {param.name for param in command.params}
         place = self.place(mapping)
         return {name: Setting(str(value), place) for name, value in flags.items() if name in names}
+
+
+def _mappings_in(root: yaml.Node) -> list[yaml.MappingNode]:
+    """The mappings at and below a node, each once."""
+    found: dict[int, yaml.Node] = {}
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in found and isinstance(node, yaml.MappingNode | yaml.SequenceNode):
+            found[id(node)] = node
+            waiting += [entry[1] if isinstance(entry, tuple) else entry for entry in node.value]
+    return [node for node in found.values() if isinstance(node, yaml.MappingNode)]
 
 
 def _is_null(node: yaml.Node) -> bool:

@@ -48,6 +48,7 @@ _ALIASES = {
     "speculative-algorithm": "spec-decode-algo",
     "enable-prefix-caching": "kv-cache-enable-block-reuse",
     "no-enable-prefix-caching": "no-kv-cache-enable-block-reuse",
+    "slot-save-path": "kv-cache-dir",
     "tp-size": "tensor-parallel-size",
 }
 
@@ -68,7 +69,8 @@ def normalize_name(name: str, command: str = "") -> str:
     """One spelling for every option of a command: hyphens, and our name where others have another."""
     name = name.replace("_", "-")
     if name not in _NOT_RENAMED.get(command, ()):
-        name = _ALIASES.get(name, name)
+        of_switch = name.removeprefix("no-")
+        name = _ALIASES.get(name, f"no-{_ALIASES[of_switch]}" if name != of_switch and of_switch in _ALIASES else name)
     return _OF_COMMAND.get(command, {"output-len": "max-output-len"}).get(name, name)
 
 

@@ -10,6 +10,7 @@ column; and what does not fit even so, or has only a row or two, becomes a block
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -108,6 +109,10 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0
 _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # of direction
 
 
+_MOST_OF_WORD, _MOST_OF_LINE = 200, 1000
+"""Characters of a value without spaces, and of a line, that an error shows whole."""
+
+
 def visible(text: str) -> str:
     """Control characters as `\\x1b`, so that no prompt, output or name moves the cursor or colours the terminal."""
     return text.translate(_CONTROLS)
@@ -139,9 +144,21 @@ def warn(message: str) -> None:
 
 
 def fail(message: str, hint: str | None) -> None:
-    _say("error:", "red", message)
+    """Say what is wrong, with long values cut: a text that is no flag's value may have thousands of characters."""
+    _say("error:", "red", _shortened(message))
     if hint:
-        _say("hint:", "cyan", hint)
+        _say("hint:", "cyan", _shortened(hint))
+
+
+def _shortened(message: str) -> str:
+    words = re.sub(r"\S+", lambda word: _cut(word[0], _MOST_OF_WORD), message)
+    return "\n".join(_cut(line, _MOST_OF_LINE) for line in words.splitlines())
+
+
+def _cut(text: str, most: int) -> str:
+    """The text, or its beginning and its end, where a line says what its values come from."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}… ({len(text):,} characters) …{text[-half:]}"
 
 
 def say_interrupted() -> None:

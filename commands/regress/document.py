@@ -20,7 +20,7 @@ class RegressAnswer(Record):
     new_token: Token | None
     gap: float | None = Field(description="logits of the new engine between its token and the old one")
     agreement: Share | None = Field(
-        description="share of the old tokens that the new engine chooses after the old text"
+        description="share of the old tokens that the new engine chooses after the old text; null with --until-change"
     )
     mean_kl: Measure | None = Field(description="mean divergence from the old engine, in nats, with --against")
     new_ids: list[Token] | None = Field(description="the new answer, with --new-answers")
@@ -41,8 +41,10 @@ class RegressTotal(Record):
     num_not_compared: Count
     num_diverged: Count
     diverged: Share | None
-    num_tokens: Count
-    agreement: Share | None = Field(description="share of all old tokens that the new engine chooses")
+    num_tokens: Count = Field(description="old tokens that were compared")
+    agreement: Share | None = Field(
+        description="share of all old tokens that the new engine chooses; null with --until-change"
+    )
     mean_kl: Measure | None = Field(description="mean over all positions, in nats, with --against")
     median_place: Measure | None = Field(description="of the first token that differs, over answers that diverge")
     median_gap: float | None = Field(description="at that token")
@@ -64,6 +66,8 @@ class RegressDocument(MeasuredHead):
     max_diverged: Share | None
     passed: bool = Field(description="the exit code is 1 if not")
     total: RegressTotal
-    positions: list[RegressPosition] = Field(description="entry i: position i of the outputs")
+    positions: list[RegressPosition] = Field(
+        description="entry i: position i of the outputs; empty with --until-change"
+    )
     answers: list[RegressAnswer] = Field(description="the first 10,000")
     num_answers_left_out: Count = Field(0, description="beyond the first 10,000")

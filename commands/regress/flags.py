@@ -31,6 +31,15 @@ class RegressOptions:
     against: Annotated[
         Path | None, option(INPUT, "Old engine, for the divergence of probabilities (KL).", metavar="ENGINE_DIR")
     ] = None
+    until_change: Annotated[
+        bool,
+        option(
+            INPUT,
+            "Compare each answer up to its first change alone: the same answers change, found in less time, and no "
+            "agreement is told.",
+            "--until-change",
+        ),
+    ] = False
     new_answers: Annotated[
         bool, option(OUTPUT, "Generate the new answers too, drafted by the old ones, with ROUGE.", "--new-answers")
     ] = False
@@ -47,6 +56,11 @@ class RegressOptions:
         check_report(self.report)
         check_readable([self.traces])
         check_output_files([] if self.report is None else [self.report], [self.traces])
+        if self.until_change and self.against is not None:
+            raise UsageError(
+                f"the divergence from an old engine is measured at all tokens, not up to a change: {self.against}",
+                hint="leave `--against` or `--until-change` out",
+            )
         self.most_diverged  # noqa: B018  # or what is wrong with it
 
     @property

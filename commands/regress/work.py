@@ -26,7 +26,8 @@ from commands.summarize.rouge import rouge_scores
 from runtime.checkpoint.bundle import read_bundle
 from runtime.llm import LLM
 from runtime.proof.receipts import num_lines
-from runtime.proof.regress import Compared, Comparison, generate_new, read_old_answers
+from runtime.proof.records import in_words
+from runtime.proof.regress import Compared, Comparison, OldAnswer, generate_new, read_old_answers
 from runtime.text.text import decode, output_text, stop_words_of
 from runtime.text.traces import read_trace
 from runtime.util.errors import SpecDecError
@@ -54,7 +55,7 @@ class Regressed:
     texts: list[tuple[str, str]] = field(default_factory=list)
     """New and old texts, for ROUGE."""
 
-    def add(self, one: Compared, *, has_kl: bool) -> None:
+    def add(self, one: Compared, *, has_kl: bool, is_whole: bool) -> None:
         self.num_answers += 1
         self.num_not_compared += one.problem is not None
         self.num_foreign += one.old.is_foreign
@@ -63,7 +64,7 @@ class Regressed:
             if one.gap is not None:
                 self.gaps.append(one.gap)
         if len(self.answers) < _MOST_IN_DOCUMENT:
-            self.answers.append(_answer(one, has_kl=has_kl))
+            self.answers.append(_answer(one, has_kl=has_kl, is_whole=is_whole))
             if one.has_diverged and len(self.shown) < _MOST_IN_PAGE:
                 self.shown.append((len(self.answers) - 1, one))
 
@@ -80,7 +81,7 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
                 f"{llm.bundle.config.vocab_size}",
                 hint="compare two engines of one model",
             )
-        comparison = Comparison(llm.engine, None if old is None else old.engine)
+        comparison = Comparison(llm.engine, None if old is None else old.engine, until_change=options.until_change)
         found, seconds = Regressed(), [0.0, 0.0]
         compared = comparison.compare(_asked(llm, options.traces))
         with output.progress("comparing", num_lines(options.traces)) as advance:
@@ -89,7 +90,7 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
                     diverged = [one for one in some if one.has_diverged]
                     _timed(seconds, 1, partial(generate_new, llm.engine, diverged))
                 for one in some:
-                    found.add(one, has_kl=old is not None)
+                    found.add(one, has_kl=old is not None, is_whole=not options.until_change)
                     if options.new_answers and one.problem is None and llm.tokenizer is not None:
                         texts = one.new_output or list(one.output), list(one.output)
                         found.texts.append((_text(llm, one, texts[0]), _text(llm, one, texts[1])))
@@ -122,6 +123,8 @@ def _asked(llm: LLM, path: Path) -> Iterator[Compared]:
     for old in read_old_answers(path, partial(read_trace, tokenizer=llm.tokenizer, vocab_size=vocab_size)):
         if old.problem is not None:
             yield Compared.refused(old, old.problem)
+        elif (problem := _other_tokenizer(old, llm)) is not None:
+            yield Compared.refused(old, problem)
         elif (foreign := max(*old.prompt, *old.output)) >= vocab_size:
             problem = f"{old.where} has a token id outside the vocabulary of {vocab_size}: {foreign}"
             yield Compared.refused(old, problem)
@@ -130,6 +133,14 @@ def _asked(llm: LLM, path: Path) -> Iterator[Compared]:
                 yield Compared.of(old, old.request(checker.request, llm.end_ids))
             except SpecDecError as error:
                 yield Compared.refused(old, f"{old.where} cannot be compared: {error.message}")
+
+
+def _other_tokenizer(old: OldAnswer, llm: LLM) -> str | None:
+    """Sentence on a receipt whose ids are of another tokenizer than this engine's: the same ids are other texts."""
+    theirs = None if old.receipt is None else old.receipt.fingerprint.tokenizer
+    if theirs is None or llm.tokenizer is None or theirs == (ours := llm.fingerprint.tokenizer):
+        return None
+    return f"{old.where} is of another tokenizer: {in_words(theirs)}, here {ours}"
 
 
 def _document(
@@ -143,6 +154,7 @@ def _document(
     num_done, num_diverged = found.num_answers - found.num_not_compared, len(found.places)
     positions, has_kl = comparison.positions, comparison.old is not None
     num_tokens, most, has_new = sum(positions.num), options.most_diverged, options.new_answers
+    is_whole = not options.until_change
     news, olds = [new for new, _ in found.texts], [old_text for _, old_text in found.texts]
     return RegressDocument(
         **measured_head("regress"),
@@ -157,7 +169,7 @@ def _document(
             num_diverged=num_diverged,
             diverged=num_diverged / num_done if num_done else None,
             num_tokens=num_tokens,
-            agreement=sum(positions.num_agreeing) / num_tokens if num_tokens else None,
+            agreement=sum(positions.num_agreeing) / num_tokens if num_tokens and is_whole else None,
             mean_kl=sum(positions.kl) / num_tokens if has_kl and num_tokens else None,
             median_place=statistics.median(found.places) if found.places else None,
             median_gap=statistics.median(found.gaps) if found.gaps else None,
@@ -169,13 +181,15 @@ def _document(
         positions=[
             RegressPosition(num_answers=num, agreement=agreeing / num, mean_kl=kl / num if has_kl else None)
             for num, agreeing, kl in zip(positions.num, positions.num_agreeing, positions.kl, strict=True)
+            if is_whole
         ],
         answers=found.answers,
         num_answers_left_out=found.num_answers - len(found.answers),
     )
 
 
-def _answer(one: Compared, *, has_kl: bool) -> RegressAnswer:
+def _answer(one: Compared, *, has_kl: bool, is_whole: bool) -> RegressAnswer:
+    """`is_whole`: all its tokens were compared, and not those up to its first change."""
     num_tokens, is_done = len(one.output), one.problem is None and bool(one.output)
     problem = one.problem
     if problem is not None and one.old.where not in problem:
@@ -188,7 +202,7 @@ def _answer(one: Compared, *, has_kl: bool) -> RegressAnswer:
         old_token=None if one.place is None else one.output[one.place],
         new_token=one.new_token,
         gap=one.gap,
-        agreement=one.num_agreeing / num_tokens if is_done else None,
+        agreement=one.num_agreeing / num_tokens if is_done and is_whole else None,
         mean_kl=one.kl / num_tokens if is_done and has_kl else None,
         new_ids=one.new_output,
     )
@@ -225,7 +239,10 @@ def _show(document: RegressDocument, llm: LLM, output: Output) -> None:
         f"{total.num_diverged:,} of {done:,} answers change ({percent(total.diverged)}), in {total.wall_s:.2f} s"
     )
     kl = "" if total.mean_kl is None else f", KL {total.mean_kl:.3g}"
-    output.result(f"of {total.num_tokens:,} tokens the new engine chooses {percent(total.agreement)}{kl}")
+    if document.positions:
+        output.result(f"of {total.num_tokens:,} tokens the new engine chooses {percent(total.agreement)}{kl}")
+    else:
+        output.result(f"{total.num_tokens:,} tokens compared, up to each answer's first change")
     if total.num_diverged:
         output.result(
             f"the first change is at token {number(total.median_place, 0)}, gap {number(total.median_gap)} (medians)"

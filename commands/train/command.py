@@ -8,6 +8,7 @@ from commands.output.output import Output, check_readable
 from commands.train.flags import TrainInputs, TrainOptions, TrainResults
 from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.drafters.heads.head_config import HeadConfig, read_head
+from runtime.text.trace_lines import check_trace_lines
 from runtime.util.errors import SpecDecError, UsageError
 
 _MOST_STEPS = 8
@@ -36,6 +37,8 @@ def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, out
     results.engines.check()
     results.check()
     check_readable(inputs.paths)
+    for path in [*(inputs.traces or []), *([] if inputs.held_out_traces is None else [inputs.held_out_traces])]:
+        check_trace_lines(path)  # not found out when the model is open
     prompts = read_prompts([], inputs.input_file) if inputs.input_file is not None else []
     read_model_config(resolve_model(inputs.target))
     given: HeadConfig | Path | None = None

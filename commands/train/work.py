@@ -35,10 +35,11 @@ from runtime.drafters.heads.mtp_head import check_mtp_is_of, check_mtp_is_traine
 from runtime.engine.engine import KVCacheConfig
 from runtime.llm import LLM
 from runtime.loop.compatibility import check_head_tokenizer
+from runtime.model.pretrained import parse_pretrained_config
 from runtime.text.trace_lines import Trace
 from runtime.text.traces import read_traces, trace_line
 from runtime.training.new_head import read_states_of
-from runtime.training.parallel_model import ParallelRun
+from runtime.training.parallel_model import ParallelRun, check_has_no_states
 from runtime.training.training_run import (
     MIN_OUTPUT_LEN,
     Accepted,
@@ -83,6 +84,8 @@ def start_training(
     if isinstance(given, HeadConfig) and given.kind == "mtp":  # not found out when all answers were given
         check_mtp_is_trained(given)
         check_mtp_is_of(given, resolve_model(inputs.target))
+    if isinstance(given, Path):
+        check_has_no_states(parse_pretrained_config(read_model_config(given), str(given)), given)
     try:
         with ExitStack() as stack:
             llm = _open_target(stack, inputs, results, given, output)

@@ -14,6 +14,7 @@ from commands.tune.flags import TuneInputs, TuneOptions
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.drafters.spec import Devices, DrafterSpec
 from runtime.drafters.speculation import Speculation, head_drafter, model_drafter
+from runtime.text.trace_lines import check_trace_lines
 from runtime.util.errors import UsageError
 
 
@@ -84,6 +85,7 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     check_output_files(outputs, [*inputs.paths, *read])
     if inputs.traces is not None:
         check_readable([inputs.traces])
+        check_trace_lines(inputs.traces)
     choice = None
     if inputs.has_engine:
         engine_dir = inputs.engine_dir or Path()

@@ -37,6 +37,7 @@ from runtime.checkpoint.tekken import is_tekken_alone
 from runtime.checkpoint.tensor_writer import Piece, Progress, write_pieces, write_shares
 from runtime.checkpoint.tokenizer import TEMPLATE_DIR, template_files
 from runtime.core.params import MODEL_DEFAULTS
+from runtime.kernels.ops import load_compiled_kernels
 from runtime.model.attention import PROBE
 from runtime.model.model import (
     ModelKind,
@@ -86,6 +87,8 @@ class Conversion:
 
     def write(self, directory: Path, progress: Progress) -> None:
         """Write weights and tokenizer, but not the configuration; warn of weights that the dtype cannot hold."""
+        if self.config.quantization is not None and self.config.quantization.source == "rounded":
+            load_compiled_kernels()  # which quantize in a tenth of torch's time
         paths = [directory / name for name in weights_files(self.config.mapping)]
         if self.splitting is None:
             write_pieces(paths[0], self.pieces, progress)

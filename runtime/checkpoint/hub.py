@@ -18,7 +18,9 @@ from typing import Any
 from runtime.util.errors import SpecDecError
 
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<choice>\w[\w./-]*))?")
+_SITE = r"(?:hf://|(?:https?://)?(?:hf\.co|huggingface\.co)/)"
+"""What other programs write in front of a repository."""
+_NAME = re.compile(rf"(?:{_SITE})?" r"(?P<repo>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<choice>\w[\w./-]*))?")
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _FORMAT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q|TQ)\d\w*|MXFP4\w*|NVFP4|BF16|F?P?(?:16|32)|F16|F32)$", re.IGNORECASE)
 _NO_MODELS = re.compile(r"(^|/)(mmproj|imatrix)|[.-]imatrix", re.IGNORECASE)

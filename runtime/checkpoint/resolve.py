@@ -46,6 +46,13 @@ def resolve_model(name: str) -> Path:
     _check_no_gguf(path)
     if path.exists():
         raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
+    if (shipped := name.partition(":")[0]) in _SHIPPED:
+        raise SpecDecError(
+            f"a shipped model is no file of a format: {name}",
+            hint=f"give `{shipped}`, and quantize it",
+            code="shipped_format",
+            model=shipped,
+        )
     if hub.parse_name(name) is None:
         raise SpecDecError(
             f"model directory does not exist: {name}",

@@ -39,6 +39,7 @@ from runtime.core.states import state_inputs, state_pools
 
 if TYPE_CHECKING:
     from runtime.model.model import Step
+    from runtime.model.quantized import QuantizedLinear
 
 _PRIMES = (
     *(100003, 100019, 100043, 100049, 100057, 100069, 100103, 100109, 100129, 100151, 100153, 100169, 100183, 100189),
@@ -71,6 +72,8 @@ class StepForm:
     shapes: Shapes
     block_size: int
     kv_dtype: torch.dtype
+    tied: "QuantizedLinear | None" = None
+    """The output layer if embeddings are to be looked up in its packed weight; None: they are stored by themselves."""
 
     def graph(self, stand_ins: list[int] | None = None) -> GraphModule:
         """The graph, for any number of rows, tokens, blocks, slots and logits.

@@ -41,7 +41,7 @@ def logits_of(output: StepOutput) -> Tensor:
 
 
 PACKAGE, WEIGHTS = "rank0.pt2", "rank0.safetensors"
-_LAYOUT, _SHAPE, _CALLS = "weights.json", "step.json", "calls.json"
+_LAYOUT, _SHAPE, _CALLS, _TWINS = "weights.json", "step.json", "calls.json", "twins.json"
 _PROGRAM = "tokenwise.json"
 
 
@@ -80,8 +80,12 @@ def compile_aot(
     from runtime.compiler.capture import StepForm  # not to open an engine
     from runtime.compiler.cutting import cut_step
     from runtime.model.experts import experts_by_kernel
+    from runtime.model.quantized import tied_output
 
-    form = StepForm(step, shape.shapes, shape.build_config.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache))
+    build = shape.build_config
+    # Heads and copies read the embeddings by themselves.
+    tied = None if build.hidden_states or build.self_draft else tied_output(step.model)
+    form = StepForm(step, shape.shapes, build.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache), tied)
     with experts_by_kernel(step.model):
         found = _token_step(lambda: cut_step(form, ARITHMETICS.index(arithmetic)))
         if isinstance(found, str):
@@ -121,7 +125,7 @@ def _write(step: TokenStep, shape: StepShape, directory: Path, known: Mapping[st
     if rank > 0:
         return
     calls = [[call.program, call.inputs, call.outputs] for call in step.cut.calls]
-    extras = {_LAYOUT: step.cut.layout, _SHAPE: as_json(shape), _CALLS: calls}
+    extras = {_LAYOUT: step.cut.layout, _SHAPE: as_json(shape), _CALLS: calls, _TWINS: step.cut.twins}
     with zipfile.ZipFile(directory / PACKAGE, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, extra in extras.items():
             archive.writestr(f"extra/{name}", json.dumps(extra))
@@ -162,7 +166,8 @@ def _read_extra(package: Path, extra: str) -> Any:
 def open_aot(package: Path, weights: dict[str, Tensor]) -> StepFunction:
     """The packaged step. The kernels must be loaded; Python's other threads do not wait for it."""
     own: dict[int, dict[str, Tensor]] = {}
-    for name, weight in weights.items():
+    twins = {name: weights[other] for name, other in _read_extra(package, _TWINS).items()}
+    for name, weight in (weights | twins).items():
         call, _, name_there = name.partition(".")
         own.setdefault(int(call), {})[name_there] = weight
     loader: Any = torch.classes.specdec.CutStep()

@@ -9,9 +9,9 @@ Weights are packed here, by the operations of the graph that look at nothing els
 """
 
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress, count
 from typing import Any
@@ -32,7 +32,7 @@ from runtime.compiler.capture import (
     memory_of,
     unrecorded,
 )
-from runtime.compiler.linears import use_kernels
+from runtime.compiler.linears import look_up_in_output, use_kernels
 from runtime.compiler.selection import select_early
 from runtime.model.attention import PagedInputs
 from runtime.model.weights import Layout, layout_of, num_bytes_of, present
@@ -72,6 +72,12 @@ class Call:
         """
         return self.recipe.weights(self.get)
 
+    def without(self, names: Collection[str]) -> "Call":
+        """The call without these constants, which another call has."""
+        layout = {name: form for name, form in self.layout.items() if name not in names}
+        made = {name: number for name, number in self.recipe.made.items() if name not in names}
+        return replace(self, layout=layout, recipe=replace(self.recipe, made=made))
+
 
 class Made(int):
     """The result of an operation, by the operation's number in the recipe."""
@@ -91,8 +97,27 @@ class Recipe:
 
     @property
     def names(self) -> list[str]:
-        """Names of the attributes that the recipes read."""
-        return [name for operation, name, _ in self.operations if operation is None]
+        """Names of the attributes that the weights are made from."""
+        return [self.operations[i][1] for i in self._needed if self.operations[i][0] is None]
+
+    @property
+    def _needed(self) -> list[int]:
+        """Numbers of the operations that the weights need, in order."""
+        needed, waiting = set[int](), list(self.made.values())
+        while waiting:
+            number = waiting.pop()
+            if number not in needed:
+                needed.add(number)
+                waiting += map(int, _made_in(self.operations[number][1:]))
+        return sorted(needed)
+
+    def origin(self, name: str, get: Callable[[str], Tensor]) -> tuple[int, ...] | None:
+        """Identities of the tensors that a packed weight is packed from; None for other weights."""
+        operation, args, _ = self.operations[self.made[name]]
+        of = [self.operations[one] for one in args if isinstance(one, Made)]
+        if operation is not torch.ops.specdec.pack_quantized.default or any(one is not None for one, *_ in of):
+            return None
+        return tuple(id(get(attribute)) for _, attribute, _ in of)
 
     def weights(self, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The weights that come of the attributes that `get` finds, which must be present, one after the other.
@@ -102,9 +127,10 @@ class Recipe:
         names: dict[int, list[str]] = {}
         for name, i in self.made.items():
             names.setdefault(i, []).append(name)
-        read_last = {one: i for i, (_, *given) in enumerate(self.operations) for one in _made_in(given)}
+        needed = [(i, *self.operations[i]) for i in self._needed]
+        read_last = {one: i for i, _, *given in needed for one in _made_in(given)}
         known: dict[int, Any] = {}
-        for i, (operation, args, kwargs) in enumerate(self.operations):
+        for i, operation, args, kwargs in needed:
             if operation is None:
                 known[i] = get(args)
             else:
@@ -130,6 +156,8 @@ class CutStep:
     calls: list[Call]
     why_whole: str | None = None
     """The reason why it is one program, if it is."""
+    twins: dict[str, str] = field(default_factory=dict)
+    """Names of packed weights that an earlier call has too and that are not stored again, and the names there."""
 
     @property
     def layout(self) -> Layout:
@@ -158,9 +186,11 @@ def _of_call(number: int, name: str) -> str:
 def cut_step(form: StepForm, arithmetic: int) -> CutStep:
     """The step, with linear layers in `arithmetic`: cut into layers, or as one program. Raises CannotBeTraced."""
     try:
-        return _cut(form, arithmetic)
+        return _shared(_cut(form, arithmetic))
     except (CannotBeCut, CannotBeTraced) as why_whole:
-        return replace(whole_step(form.graph(), arithmetic), why_whole=str(why_whole))
+        graph = form.graph()
+        _use_kernels(graph, form, arithmetic)
+        return _shared(replace(_in_order(graph, _Programs(), {}), why_whole=str(why_whole)))
 
 
 def _cut(form: StepForm, arithmetic: int) -> CutStep:
@@ -204,8 +234,7 @@ def _with_layers_as_calls(
         calls: dict[int, _LayerCall] = {}
         with _layers_as_calls(layers, calls):
             step = form.graph(stand_ins)
-        select_early(step, "logit_indices")
-        use_kernels(step, arithmetic)
+        _use_kernels(step, form, arithmetic)
         return step, calls
 
     stand_ins = _stand_ins(form.shapes)
@@ -214,6 +243,27 @@ def _with_layers_as_calls(
         if _have_own_pools(graph.graph, calls, stand_ins):
             return graph, calls
     return captured()
+
+
+def _use_kernels(step: GraphModule, form: StepForm, arithmetic: int) -> None:
+    """Have kernels compute what is before, between and behind the layers."""
+    select_early(step, "logit_indices")
+    use_kernels(step, arithmetic)
+    if form.tied is not None:
+        embeddings: Any = form.step.model.get_input_embeddings()
+        look_up_in_output(step, embeddings.weight, form.tied)
+
+
+def _shared(step: CutStep) -> CutStep:
+    """The step with packed weights that several calls read stored once, at the first of these calls."""
+    first, twins, calls = dict[tuple[int, ...], str](), dict[str, str](), list[Call]()
+    for i, call in enumerate(step.calls):
+        origins = ((name, call.recipe.origin(name, call.get)) for name in call.recipe.made)
+        places = {name: first.setdefault(origin, _of_call(i, name)) for name, origin in origins if origin is not None}
+        others = {name: place for name, place in places.items() if place != _of_call(i, name)}
+        twins |= {_of_call(i, name): place for name, place in others.items()}
+        calls.append(call.without(others) if others else call)
+    return replace(step, calls=calls, twins=twins)
 
 
 def whole_step(step: GraphModule, arithmetic: int) -> CutStep:

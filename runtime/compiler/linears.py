@@ -9,10 +9,11 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from runtime.compiler.capture import attribute_of
+from runtime.model.quantized import QuantizedLinear
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ATEN = torch.ops.aten
@@ -39,6 +40,29 @@ def use_kernels(module: GraphModule, arithmetic: int) -> None:
         _replace(graph, layers, arithmetic, has_bias=has_bias)
     for layers in _rounded_layers(graph, arithmetic):
         _replace_rounded(graph, layers, arithmetic)
+    module.recompile()
+
+
+def look_up_in_output(module: GraphModule, table: Tensor, output: QuantizedLinear) -> None:
+    """Read the embeddings' rows from the packed weight of `output`, in place of `table` [vocab, hidden], whose numbers
+    it has.
+    """
+    graph, get = module.graph, attribute_of(module)
+    attributes = {id(get(str(node.target))): node for node in reversed(graph.find_nodes(op="get_attr"))}
+    parts = [attributes.get(id(part)) for part in (output.values, output.scales)]
+    if None in parts:  # the graph is one that does not compute logits
+        return
+    for node in graph.find_nodes(op="call_function", target=_ATEN.embedding.default):
+        of = node.args[0]
+        if not isinstance(of, Node) or of.op != "get_attr" or get(str(of.target)) is not table:
+            continue
+        with graph.inserting_before(node):
+            values, scales = (graph.node_copy(part) for part in parts if part is not None)
+            packed = _call(graph, torch.ops.specdec.pack_quantized.default, values, scales, None, None)
+            rows = torch.ops.specdec.quantized_rows.default
+            found = _call(graph, rows, node.args[1], packed, *output.quantized.shape, table.dtype)
+        node.replace_all_uses_with(found)
+        graph.erase_node(node)
     module.recompile()
 
 

@@ -45,6 +45,7 @@ from runtime.compiler.vectors import (
 KERNELS = (
     *("vectors", "linear", "quantized_linear", "experts_linear", "paged_attention", "all_reduce", "short_conv"),
     *("linear_attention", "gather_columns", "own_columns", "own_embeddings", "selective_scan"),
+    "quantized_rows",
 )
 """Names of a program's stages, by their numbers in the code."""
 _MOST_ADDED = 16
@@ -838,7 +839,7 @@ class _Lowering:
         count = math.prod(view.shape)
         if name == "paged_attention":
             return (-1, count)
-        if name == "own_embeddings" or (name == "experts_linear" and number == 1):
+        if name in ("own_embeddings", "quantized_rows") or (name == "experts_linear" and number == 1):
             return (-count,)
         return (-(count // view.shape[-1]), view.shape[-1])
 
@@ -914,6 +915,11 @@ class _Lowering:
     def _own_embeddings(self, node: Node) -> View:
         ids, table = node.args
         return self._kernel("own_embeddings", node, [self._view(ids)], [], [self._weight_number(table)])
+
+    def _quantized_rows(self, node: Node) -> View:
+        ids, packed, num_rows, num_inputs, dtype = node.args
+        settings = [self._weight_number(packed), int(num_rows), int(num_inputs), DTYPES[dtype]]  # type: ignore[arg-type, index]
+        return self._kernel("quantized_rows", node, [self._view(ids)], [], settings)
 
     # --- code ---
 
@@ -1108,6 +1114,7 @@ _NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
     "specdec.gather_columns.default": _Lowering._columns,
     "specdec.own_columns.default": _Lowering._columns,
     "specdec.own_embeddings.default": _Lowering._own_embeddings,
+    "specdec.quantized_rows.default": _Lowering._quantized_rows,
     "specdec.short_conv.default": _Lowering._short_conv,
     "specdec.linear_attention.default": _Lowering._linear_attention,
     "specdec.selective_scan.default": _Lowering._selective_scan,

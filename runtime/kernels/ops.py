@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
 from runtime.checkpoint.config import ARITHMETICS, Arithmetic
-from runtime.kernels.library import MARK
+from runtime.kernels.library import MARK, are_kernels_compiled, write_kernels
 from runtime.util.errors import SpecDecError
+from runtime.util.temporary import temporary_dir
 
 _MOST_COLUMNS = 128
 _MEASURED_SIZE = 2048  # of the layer that is measured, inputs and outputs
@@ -45,6 +47,14 @@ def load_kernels(path: Path) -> None:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except OSError as error:
         raise SpecDecError(f"`{path}` cannot be loaded: {error}", hint="build it again", code="engine") from error
+
+
+def load_compiled_kernels() -> None:
+    """Make `torch.ops.specdec` available if the kernels are compiled already, for work that torch can do too."""
+    if not hasattr(torch.ops.specdec, "linear") and are_kernels_compiled():
+        with TemporaryDirectory(dir=temporary_dir()) as directory:
+            write_kernels(Path(directory) / "kernels.so")
+            load_kernels(Path(directory) / "kernels.so")
 
 
 @contextmanager
@@ -142,6 +152,10 @@ def describe_kernels() -> None:
     ) -> Tensor:
         return x.new_empty(*x.shape[:-1], num_outputs)
 
+    def quantized_rows(ids: Tensor, packed: Tensor, num_rows: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
+        return ids.new_empty(*ids.shape, num_inputs, dtype=dtype)
+
+    torch.library.register_fake("specdec::quantized_rows", quantized_rows, allow_override=True)
     torch.library.register_fake("specdec::pack_quantized", pack_quantized, allow_override=True)
     torch.library.register_fake("specdec::quantized_linear", quantized_linear, allow_override=True)
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,14 @@ from transformers.pytorch_utils import Conv1D
 from runtime.checkpoint.config import Activations, LayersActivations
 from runtime.checkpoint.quant.weight import ACTIVATIONS, QuantizedWeight
 from runtime.kernels.ops import kernel_group_size
+from runtime.model.weights import present
 from runtime.util.errors import SpecDecError
 
 EXPERTS_KERNEL = "specdec_kernel"
 """Name under which `runtime.model.experts` is registered with transformers."""
 _TOKEN_BITS: dict[Activations, int] = {"float": 0, "int8": 8, "int16": 16}
+_ROWS_COMPARED = 4096
+"""Rows of embeddings compared at a time, which a processor's cache has room for."""
 _LARGEST = {8: 127, 16: 127 * 256 + 127}
 """A token's integers: of 16 bits both halves, the lower one with its sign, are of the size of 8."""
 
@@ -245,6 +249,25 @@ def placeholders(
         else:
             shapes[f"{name}.weight"] = weight.shape[::-1] if name in transposed else weight.shape
     return {name: torch.zeros((), dtype=dtype).expand(shape) for name, shape in shapes.items()}
+
+
+def tied_output(model: PreTrainedModel) -> QuantizedLinear | None:
+    """The output layer, if its quantized numbers are the embeddings, as in a GGUF file that is tied; else None.
+
+    None too for a weight with zero points or offsets: the kernels add these in another order, which rounds otherwise.
+    """
+    table: Any = model.get_input_embeddings()
+    output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(table, nn.Embedding) or not isinstance(output, QuantizedLinear):
+        return None
+    weight = output.quantized
+    is_plain = all(one is None for one in (weight.zeros, weight.offsets, weight.order, weight.book))
+    if not is_plain or weight.kind == "fp8" or weight.shape != tuple(table.weight.shape):
+        return None
+    with present(table, output):
+        rows = torch.split(torch.arange(len(weight.values)), _ROWS_COMPARED)
+        is_same = (torch.equal(weight.rows(some).dequantize(table.weight.dtype), table.weight[some]) for some in rows)
+        return output if all(is_same) else None
 
 
 @contextmanager

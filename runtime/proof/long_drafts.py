@@ -60,10 +60,11 @@ Judge = Callable[[list[Draft], list[Tensor]], None]
 
 @dataclass
 class LongDrafts(Generic[Draft]):
-    """Computes outputs on an engine, and hands the next rows of each to `judge`."""
+    """Computes outputs on an engine, and hands the next rows of each to `judge`, at most `most_rows` of one at once."""
 
     engine: Engine
     judge: Judge[Draft]
+    most_rows: int | None = None
 
     def compute(self, drafts: list[Draft]) -> None:
         """Compute all of them, in their order."""
@@ -140,12 +141,12 @@ class LongDrafts(Generic[Draft]):
     def _forward(self, drafts: Seq[Draft]) -> list[Tensor]:
         """[rows, vocab] logits of each: the next of those that it needs."""
         engine = self.engine
-        most = max(1, min(engine.max_num_tokens, _MOST_LOGITS // engine.config.vocab_size))
+        most = max(1, min(self.most_rows or engine.max_num_tokens, _MOST_LOGITS // engine.config.vocab_size))
         rows: list[Row] = []
         for draft in drafts:
             sequence = draft.sequence
-            while (num_before := len(draft.request.prompt_tokens) - 1 - sequence.num_computed) > most:
-                engine.compute_context(sequence, most)
+            while (num_before := len(draft.request.prompt_tokens) - 1 - sequence.num_computed) > engine.max_num_tokens:
+                engine.compute_context(sequence, engine.max_num_tokens)
             num_before = max(num_before, 0)
             num_tokens = min(len(sequence.tokens) - sequence.num_computed, num_before + most)
             rows.append(replace(context_row(sequence, num_tokens), num_logits=num_tokens - num_before))

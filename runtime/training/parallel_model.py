@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from runtime.builder.reference import load_original
 from runtime.checkpoint.gguf.reader import is_gguf
@@ -166,12 +166,17 @@ def open_model(model_dir: Path) -> ParallelModel:
             f"transformers cannot open the model to adapt, {model_dir}: {str(error).splitlines()[0]}",
             hint="name the directory of a causal language model",
         ) from error
-    if layers_that_keep(model.config)[1]:
+    check_has_no_states(model.config, model_dir)
+    return ParallelModel(model, choose_mask_token(model, model_dir))
+
+
+def check_has_no_states(config: PreTrainedConfig, model_dir: Path) -> None:
+    """SpecDecError for a model with recurrent states, which would have to skip the masks."""
+    if layers_that_keep(config)[1]:
         raise SpecDecError(
             f"a model whose layers have states cannot learn to draft in parallel: {model_dir}",
             hint="take a model with attention in every layer",
         )
-    return ParallelModel(model, choose_mask_token(model, model_dir))
 
 
 def choose_mask_token(model: PreTrainedModel, model_dir: Path) -> int:

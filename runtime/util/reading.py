@@ -1,5 +1,6 @@
 """Reads users' files, with errors that say at which place something is wrong."""
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular
 
 _MOST_BYTES = 1 << 34
+_BEGINNING = 4096  # bytes by which a file that is no text is known
 
 
 def read_utf8(path: Path) -> str:
@@ -32,6 +34,28 @@ def read_utf8(path: Path) -> str:
     if not text.strip():
         raise SpecDecError(f"the file is empty: {path}", hint="put something into it, or give another file")
     return text
+
+
+def has_lines(path: Path) -> bool:
+    """False for a file that begins as no text does, with a byte 0 or with no line in UTF-8: an engine's weights.
+
+    SpecDecError if it cannot be read.
+    """
+    check_regular(path)
+    try:
+        with path.open("rb") as file:
+            begins = file.read(_BEGINNING)
+    except OSError as error:
+        raise_unreadable(path, error)
+    return b"\0" not in begins and (not begins.strip() or any(map(_is_text, begins.splitlines())))
+
+
+def _is_text(line: bytes) -> bool:
+    """True for a line of UTF-8, whose last letter may be cut."""
+    try:
+        return bool(codecs.getincrementaldecoder("utf-8")().decode(line).strip())
+    except UnicodeDecodeError:
+        return False
 
 
 def read_json_lines(text: str, path: Path) -> Iterator[tuple[int, dict[str, object]]]:

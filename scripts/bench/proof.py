@@ -199,24 +199,29 @@ def regress(new: LLM, old: LLM, num: int, max_tokens: int) -> None:
     requests = requests_of(old, num, max_tokens, {"temperature": 0})
     sequences, _ = answers(old, requests)
     olds = [OldAnswer(str(i), one.request.prompt_tokens, tuple(one.output_tokens)) for i, one in enumerate(sequences)]
-    asked = [Compared.of(one, one.request(lambda receipt: requests[0], frozenset())) for one in olds]
-    comparison, again = Comparison(new.engine), answers(new, requests)
-    new.engine.clear_cache()
-    start = time.perf_counter()
-    compared = list(comparison.compare(asked))
-    seconds = time.perf_counter() - start
+    again, generate_s = answers(new, requests)
     places = []
-    for one, sequence in zip(olds, again[0], strict=True):
+    for one, sequence in zip(olds, again, strict=True):
         pairs = enumerate(zip(one.output, sequence.output_tokens, strict=True))
         places.append(next((i for i, (a, b) in pairs if a != b), None))
-    is_same = places == [one.place for one in compared]
-    agreement = sum(comparison.positions.num_agreeing) / sum(comparison.positions.num)
-    told = {"diverged": sum(one.has_diverged for one in compared), "of": len(compared), "same list": is_same}
-    ratio = round(seconds / again[1], 3)
-    print(
-        json.dumps(told | {"agreement": agreement, "regress_s": seconds, "generate_s": again[1], "ratio": ratio}),
-        flush=True,
-    )
+    for until_change in (False, True):
+        asked = [Compared.of(one, one.request(lambda receipt: requests[0], frozenset())) for one in olds]
+        comparison = Comparison(new.engine, until_change=until_change)
+        new.engine.clear_cache()
+        start = time.perf_counter()
+        compared = list(comparison.compare(asked))
+        seconds = time.perf_counter() - start
+        told = {
+            "until change": until_change,
+            "diverged": sum(one.has_diverged for one in compared),
+            "of": len(compared),
+            "same list": places == [one.place for one in compared],
+            "tokens compared": sum(comparison.positions.num),
+            "regress_s": seconds,
+            "generate_s": generate_s,
+            "ratio": round(seconds / generate_s, 3),
+        }
+        print(json.dumps(told), flush=True)
 
 
 def predicted_and_measured(llm: LLM, traces: Path, threads: int) -> None:

@@ -71,6 +71,7 @@ def test_a_speculative_config_of_others_is_our_flags(
         (["run", "./gone", "a"], ("./gone",)),
         (["run", "a b"], ("engine_outputs", "`specdec run demo`")),
         (["run", "--model-dir"], ("`specdec run --help`",)),
+        (["run", "demo:Q4_K_M", "a"], ("demo:Q4_K_M", "`demo --quantization int4`")),
     ],
 )
 def test_what_a_thing_is_is_said(

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from quantized import Q, save_gguf
 from sentences import Said
 
+from commands.options.model_word import may_be_model
 from runtime.checkpoint.hub import download, gguf_models
 from runtime.util.errors import SpecDecError
 
@@ -119,6 +120,8 @@ def test_a_repository_is_its_weights_or_its_only_gguf_model(hub_here: Hub) -> No
     assert {path.name for path in found.iterdir()} == set(plain)
     assert (found / "model.safetensors").read_bytes() == b"12345"
     assert download("lab/one").relative_to(download("lab/one").parents[1]) == Path("sub/one.gguf")
+    for site in ("hf://", "hf.co/", "https://huggingface.co/"):  # as llama.cpp, Ollama and browsers have it
+        assert download(f"{site}lab/one") == download("lab/one") and may_be_model(f"{site}lab/one:x", is_answered=True)
     download.cache_clear()
     before = len(hub_here.requests)
     assert download("lab/both") == found

@@ -118,12 +118,20 @@ def test_changed_and_damaged_lines_are_told_as_sentences(
     shown = " ".join(result.stdout.split())
     assert f"{len(bad) + 1} not checked, 1 exact" in shown
     assert [one for one in (bad | of_other_model).values() if one not in shown] == []
+    elsewhere = row | {"fingerprint": row["fingerprint"] | {"logits": "0" * 16, "processor": "Z80"}}
+    path.write_text(sealed(other) + sealed(elsewhere))
+    shown = " ".join(specdec("check", path, *where).stderr.split())
+    assert "1 receipt: bits differ, so these answers are checked within rounding (processor Z80, here" in shown
     path.write_text(good + "".join(f"{line}\n" for line in bad))
     result = specdec("regress", "--traces", path, *where)
     assert result.exit_code == 1 and "0 of 1 answers change" in result.stdout
     shown = " ".join(result.stderr.split()).replace(f" of {path}", "")
     for number, one in enumerate(bad.values(), 2):
         assert one.removeprefix("it ") in shown.replace(f" on line {number}", "").replace(f"`line {number}: ", "`")
+    path.write_text(good + sealed(row | {"fingerprint": row["fingerprint"] | {"tokenizer": "other"}}))
+    result = specdec("regress", "--traces", path, *where)
+    shown = " ".join(result.stderr.split())
+    assert result.exit_code == 1 and f"line 2 of {path} is of another tokenizer: other, here" in shown
     path.write_bytes(bytes(range(256)) * 50)
     result = specdec("regress", "--traces", path, *where)
     assert result.exit_code == 1
@@ -209,9 +217,15 @@ def int4_engine_dir(llama_dir: Path, shared: Path) -> Path:
 
 
 def test_regress_is_what_generating_again_says(
-    specdec: Specdec, answers: tuple[Path, Path], llama_engine_dir: Path, int4_engine_dir: Path, tmp_path: Path
+    specdec: Specdec,
+    answers: tuple[Path, Path],
+    llama_engine_dir: Path,
+    int4_engine_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An equal engine changes nothing; another one changes each answer where its own leaves the old one."""
+    monkeypatch.setattr("runtime.proof.regress._NUM_UNTIL_CHANGE", 5)
     page = tmp_path / "regress.html"
     flags = ["--engine-dir", int4_engine_dir, "--against", llama_engine_dir, "--new-answers", "--report", page]
     for path, params in zip(answers, ({"temperature": 0}, {"temperature": 1.2, "seed": 5}), strict=True):
@@ -226,7 +240,17 @@ def test_regress_is_what_generating_again_says(
             pairs = enumerate(zip(row["output_ids"], tokens, strict=False))
             place = next((i for i, (old, new) in pairs if old != new), None)
             assert (answer["place"], answer["new_ids"]) == (place, None if place is None else tokens)
-        assert document["total"]["num_diverged"] > 0 and document["total"]["mean_kl"] > 0
+        total = document["total"]
+        assert total["num_diverged"] > 0 and total["mean_kl"] > 0
+        until_change = ["--engine-dir", int4_engine_dir, "--until-change", "--json"]
+        short = specdec("regress", "--traces", path, *until_change).document
+        assert_valid("regress", short)
+        assert [one["place"] for one in short["answers"]] == [one["place"] for one in document["answers"]]
+        ends = [
+            len(row["output_ids"]) if one["place"] is None else one["place"] + 1
+            for one, row in zip(short["answers"], rows_of(path), strict=True)
+        ]
+        assert short["total"]["num_tokens"] == sum(ends) and short["total"]["agreement"] is None
     assert 'class="t accepted"' in page.read_text()
 
 
@@ -299,6 +323,7 @@ def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said
         ["predict", "--traces", empty, "--costs", llama_engine_dir / "tokenizer.json"],
         ["run", *where, "--receipt-ids", "digests", "a"],
         ["fingerprint", *where, "--expect", deep],
+        ["regress", "--traces", empty, *where, "--until-change", "--against", llama_engine_dir],
     ):
         result = specdec(*arguments)
         assert result.exit_code in (1, 2)

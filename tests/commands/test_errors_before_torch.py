@@ -44,6 +44,10 @@ TUNE = "tune --engine-dir engine --input-text a "
 CREATE = "corpus create --output out.corpus --tokenizer-dir model --text notes.txt "
 CASES: dict[str, str] = {
     "run --engine-dir none --input-text a": "none",
+    "check weights.bin model": "weights.bin",
+    "train model --output-dir out --traces notes.txt --parallel model": "notes.txt",
+    "tune --engine-dir engine --traces notes.txt": "notes.txt",
+    "drafters model --traces notes.txt": "notes.txt",
     "run --engine-dir model --input-text a": "model",
     "run --engine-dir notes.txt --input-text a": "notes.txt",
     "run --model-dir ./none --input-text a": "./none",
@@ -136,6 +140,7 @@ def outcomes(
         shutil.copy(articles, directory)
         (directory / "empty").mkdir()
         (directory / "notes.txt").write_text("Nothing of the kind.")
+        shutil.copy(llama_dir / "model.safetensors", directory / "weights.bin")
         done = subprocess.run(
             [sys.executable, "-c", MAIN],
             input=json.dumps([shlex.split(line) for line in (*CASES, LATE)]),

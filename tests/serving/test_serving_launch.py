@@ -211,3 +211,17 @@ def test_what_is_wrong_is_told_in_a_sentence(
     assert first.startswith("error: ") and second.startswith("hint: ")
     said(first.replace(str(home), "HOME") + "\n" + second, *values)
     assert not (home / "record.json").exists()
+
+
+def test_a_file_of_settings_is_the_servers_too(forks: Forks, home: Path) -> None:
+    """Its model, its port and its limits; what it says is not said again by what fits."""
+    file = home / "prod.yaml"
+    file.write_text("model: demo\nserve:\n  port: 8123\n  max_seq_len: 512\n  served_model_name: mine\n")
+    given = ("--config", file, "--print")
+    printed = forks.run("launch", "claude", *given, environment=environment(home)).stdout.splitlines()
+    assert printed[0].startswith(f"specdec serve --config {file} ") and printed[0].endswith("--port 8123")
+    assert "--max-seq-len" not in printed[0] and "--spec-decode-algo AUTO" in printed[0]
+    assert "export ANTHROPIC_MODEL=mine" in printed
+    others = ("launch", "claude", "demo", *given, "--port", 8124)
+    named = forks.run(*others, environment=environment(home)).stdout.splitlines()[0]
+    assert named.startswith(f"specdec serve --model-dir demo --config {file} ") and named.endswith("--port 8124")

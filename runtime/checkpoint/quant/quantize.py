@@ -18,6 +18,7 @@ _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 _REFINEMENTS = 2
 _MIN_GROUP = 16
 _E4M3_MAX = 448.0
+_OF_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS_BYTES = 2**21  # of the weight that is quantized at a time: several as large stay in the cache
 
 
@@ -42,9 +43,26 @@ def quantize_weight(weight: Tensor, precision: QuantConfig, group_size: int) -> 
     """The weight [outputs, inputs] in the wanted format."""
     if weight.is_meta:
         return _form(weight, precision, group_size)
+    if precision.qformat != "fp8" and _has_kernel(weight):
+        return QuantizedWeight(*_by_kernel(weight, group_size, is_int4=precision.qformat == "int4"))
     rows = max(1, _ROWS_BYTES // (4 * weight.shape[1]))
     pieces = [_quantize_rows(piece.float(), precision, group_size) for piece in torch.split(weight, rows)]
     return QuantizedWeight(torch.cat([values for values, _ in pieces]), torch.cat([scales for _, scales in pieces]))
+
+
+def _has_kernel(weight: Tensor) -> bool:
+    """True if the CPU's kernels are loaded, and read such a weight."""
+    is_loaded = hasattr(torch.ops.specdec, "quantize_integers")
+    return is_loaded and weight.device.type == "cpu" and weight.dtype in _OF_KERNEL
+
+
+def _by_kernel(weight: Tensor, group_size: int, *, is_int4: bool) -> tuple[Tensor, Tensor]:
+    """`_quantize_rows` for integers, with the same bits, in a tenth of the time."""
+    quantize, highest = torch.ops.specdec.quantize_integers, 7 if is_int4 else 127
+    made: tuple[Tensor, Tensor] = quantize(
+        weight, is_int4, group_size, _CLIPS, _errs_less_than_a_clip(highest, group_size), _REFINEMENTS
+    )
+    return made
 
 
 def _form(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
@@ -67,15 +85,16 @@ def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> t
     lowest, highest = (-8, 7) if precision.qformat == "int4" else (-127, 127)
     # The number of the largest size becomes the lowest integer, of which 4 bits have one more than of the highest.
     extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[:, :, 0]
-    best, best_error = torch.zeros_like(extremes), torch.full_like(extremes, torch.inf)
+    best, best_error = torch.zeros_like(extremes), torch.full_like(extremes, torch.inf, dtype=torch.float64)
     for clip in _CLIPS[:1] if _is_best_unclipped(extremes, highest, group_size) else _CLIPS:
         scales = (extremes * (clip / lowest)).half().float()  # rounded first: what is stored is what is measured
         rounded = _nearest(groups, scales, lowest, highest) * scales[:, :, None]
-        error = (rounded - groups).square_().sum(-1)
+        error = (rounded - groups).square_().sum(-1, dtype=torch.float64)
         best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
     for _ in range(_REFINEMENTS):
         scales = _fitted(groups, _nearest(groups, best, lowest, highest))
-        error = (_nearest(groups, scales, lowest, highest) * scales[:, :, None] - groups).square_().sum(-1)
+        rounded = _nearest(groups, scales, lowest, highest) * scales[:, :, None]
+        error = (rounded - groups).square_().sum(-1, dtype=torch.float64)
         best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
     integers = _nearest(groups, best, lowest, highest).to(torch.int8).view(outputs, inputs)
     return (pack_int4(integers) if precision.qformat == "int4" else integers), best.half()
@@ -87,12 +106,17 @@ def _is_best_unclipped(extremes: Tensor, highest: int, group_size: int) -> bool:
     """
     steps = extremes.abs() / highest
     is_exact = bool(((steps >= 2**-14) | (steps == 0)).all())
-    return is_exact and group_size * (0.5 / highest) ** 2 < (1 - _CLIPS[1] - 2**-10) ** 2
+    return is_exact and _errs_less_than_a_clip(highest, group_size)
+
+
+def _errs_less_than_a_clip(highest: int, group_size: int) -> bool:
+    return group_size * (0.5 / highest) ** 2 < (1 - _CLIPS[1] - 2**-10) ** 2
 
 
 def _fitted(groups: Tensor, integers: Tensor) -> Tensor:
     """Least-squares scale for these integers; rounding with it may give other integers."""
-    return ((groups * integers).sum(-1) / integers.square().sum(-1).clamp(min=1)).half().float()
+    product = (groups * integers).sum(-1, dtype=torch.float64)
+    return (product / integers.square().sum(-1, dtype=torch.float64).clamp(min=1)).float().half().float()
 
 
 def _nearest(groups: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:

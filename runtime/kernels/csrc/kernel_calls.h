@@ -105,4 +105,11 @@ inline at::Tensor call_own_embeddings(const at::Tensor& ids, const at::Tensor& w
   return own_embeddings.call(ids, weight);
 }
 
+inline at::Tensor call_quantized_rows(const at::Tensor& ids, const at::Tensor& packed, int64_t num_rows,
+                                      int64_t num_inputs, int64_t dtype) {
+  static const auto rows =
+      operation<const at::Tensor&, const at::Tensor&, int64_t, int64_t, at::ScalarType>("specdec::quantized_rows");
+  return rows.call(ids, packed, num_rows, num_inputs, static_cast<at::ScalarType>(dtype));
+}
+
 }  // namespace

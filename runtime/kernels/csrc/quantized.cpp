@@ -93,6 +93,42 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
   return out;
 }
 
+// Rows of a weight without offsets, (ids..., K) in the dtype: the embeddings where a tied output layer has their numbers.
+at::Tensor quantized_rows(const at::Tensor& ids, const at::Tensor& packed, int64_t num_rows, int64_t K, at::ScalarType dtype) {
+  const PackedWeight weight(packed, K);
+  TORCH_CHECK(!weight.has_offsets && (weight.kind == PackedWeight::kInt8 || weight.kind == PackedWeight::kInt4),
+              "rows are of integers without offsets");
+  const bool is_int4 = weight.kind == PackedWeight::kInt4;
+  std::vector<int64_t> shape = ids.sizes().vec();
+  shape.push_back(K);
+  at::Tensor out = at::empty(shape, ids.options().dtype(dtype));
+  const at::Tensor tokens = ids.contiguous();
+  const int64_t* id = tokens.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < tokens.numel(); ++i)
+    TORCH_CHECK(0 <= id[i] && id[i] < num_rows, "there is no row ", id[i], " of ", num_rows, " embeddings");
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    share_range(tokens.numel(), 8, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t lane = id[i] % kPanel, shift = lane < kLanes ? 0 : 4;
+        T* to = out.mutable_data_ptr<T>() + i * K;
+        for (int64_t g = 0; g < weight.groups; ++g) {
+          const uint8_t* group = weight.group(id[i] / kPanel, g);
+          Lanes scales[2];
+          weight.scales(group, scales);
+          const float scale = scales[lane / kLanes][lane % kLanes];
+          for (int64_t k = 0; k < weight.size; ++k) {
+            const int number = is_int4 ? group[k / 4 * 2 * kPanel + lane % kLanes * 4 + k % 4] >> shift & 15
+                                       : group[k / 4 * 4 * kPanel + lane * 4 + k % 4];
+            *to++ = static_cast<T>(scale * static_cast<float>(number - weight.half()));
+          }
+        }
+      }
+    });
+  });
+  return out;
+}
+
 }  // namespace
 
 namespace {
@@ -131,9 +167,11 @@ TORCH_LIBRARY_FRAGMENT(specdec, library) {
   library.def("pack_codes(Tensor values, Tensor scales, Tensor book) -> Tensor");
   library.def(
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, int arithmetic, int token_bits) -> Tensor");
+  library.def("quantized_rows(Tensor ids, Tensor packed, int num_rows, int num_inputs, ScalarType dtype) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(specdec, CPU, library) {
   library.impl("pack_quantized", pack_quantized);
   library.impl("pack_codes", pack_codes);
   library.impl("quantized_linear", quantized_linear);
+  library.impl("quantized_rows", quantized_rows);
 }

@@ -287,7 +287,8 @@ class TokenProgram {
 
  private:
   enum Kernel : int64_t { kVectors, kLinear, kQuantizedLinear, kExpertsLinear, kPagedAttention, kAllReduce, kShortConv,
-                        kLinearAttention, kGatherColumns, kOwnColumns, kOwnEmbeddings, kSelectiveScan };
+                        kLinearAttention, kGatherColumns, kOwnColumns, kOwnEmbeddings, kSelectiveScan,
+                        kQuantizedRows };
 
   // An array that a block of operations writes: for each dimension its size, or -c for c of each token.
   struct Made {
@@ -554,6 +555,7 @@ class TokenProgram {
       case kGatherColumns: return call_gather_columns(in(0), s.at(0));
       case kOwnColumns: return call_own_columns(in(0), s.at(0));
       case kOwnEmbeddings: return call_own_embeddings(in(0), weights_.at(s.at(0)));
+      case kQuantizedRows: return call_quantized_rows(in(0), weights_.at(s.at(0)), s.at(1), s.at(2), s.at(3));
       case kShortConv:
         return call_short_conv(in(0), weights_.at(s.at(0)), weight(s.at(1)), in(1), in(2), in(3), in(4));
       case kLinearAttention: {

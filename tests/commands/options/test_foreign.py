@@ -1,6 +1,7 @@
 """Flags of vLLM, llama.cpp, Ollama, SGLang and TensorRT-LLM: taken, dropped with a reason, or answered."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 from command_line import Specdec
@@ -48,6 +49,10 @@ def test_flags_of_others(given: str, kept: str, told: str, capsys: pytest.Captur
     assert capsys.readouterr().err.startswith(f"warning: no effect in specdec: {told}" if told else "")
 
 
+def test_what_a_command_does_anyway_needs_no_answer() -> None:
+    assert without_foreign(["F", "-cnv", "-n", "3"], replace(RUN, command="chat")) == ["F", "--max-output-len", "3"]
+
+
 @pytest.mark.parametrize(
     ("line", "values"),
     [
@@ -87,6 +92,7 @@ def test_flags_of_others(given: str, kept: str, told: str, capsys: pytest.Captur
         ("convert demo --model-dir demo-draft", ("`demo`", "`--model-dir`", "demo-draft")),
         ("convert", ("no model", "`specdec convert demo`")),
         ("tune --traces t.jsonl --save", ("`--save`",)),
+        ("run demo --prompt-cache f.bin a", ("f.bin", "`--kv-cache-dir DIR`")),
     ],
 )
 def test_what_means_something_else_is_answered(

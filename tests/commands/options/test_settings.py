@@ -1,5 +1,6 @@
 """Settings in variables and files: which one holds, what each flag may be written as, and what is wrong with one."""
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -87,6 +88,42 @@ def test_every_flag_of_every_command_may_be_a_variable_or_a_key(
             assert by_key[flag.opts[0]][0] == by_variable[flag.opts[0]][0], (name, flag)
 
 
+def test_every_switch_can_be_put_off_on_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever a file says, without a word more in `--help`."""
+    root = typer.Context(typer.main.get_command(app))
+    for name, command in commands_of(root).items():
+        kept = [one for one in command.params if one.param_type_name == "option" and one.name not in NOT_IN_FILES]
+        switches = [one for one in kept if one.is_bool_flag]
+        Path("on.yaml").write_text("\n".join([f"{name}:", *(f"  {one.name}: true" for one in switches)]))
+        config = [] if not any(one.name == "config" for one in command.params) else ["--config", "on.yaml"]
+        off = [_opposite(one.opts[0]) for one in switches]
+        words = [one.name for one in command.params if one.param_type_name == "argument"]
+        needed = [word for one in kept if one.required for word in (one.opts[0], sample_of(one))]
+        context = command.make_context(name, [*config, *off, *needed, *words], parent=root)
+        taken = {flag for one in kept for flag in one.opts}  # `--no-kv-cache-enable-block-reuse` is a flag itself
+        assert not [one.name for one in switches if context.params[one.name] and _opposite(one.opts[0]) not in taken]
+        listed = {*re.findall(r"--[\w-]+", command.get_help(context) + capsys.readouterr().out)}
+        assert listed and not listed & (set(off) - taken)
+
+
+def _opposite(flag: str) -> str:
+    return flag.replace("--no-", "--") if flag.startswith("--no-") else flag.replace("--", "--no-")
+
+
+def test_a_file_merges_mappings_as_yaml_does(place: Path, specdec: Specdec) -> None:
+    """What stands in a section itself holds, then the first mapping that has the key, wherever they stand."""
+    Path("prod.yaml").write_text(
+        "base: &base\n  max_seq_len: 2048\n  temperature: 0.5\n  streaming: true\n"
+        "run: &run\n  <<: *base\n  temperature: 0.7\n"
+        "serve:\n  <<: [{port: 8001, max_seq_len: 4096}, *run]\n"
+    )
+    run, serve = (shown(specdec, name, "--config", "prod.yaml") for name in ("run", "serve"))
+    assert run["--max-seq-len"] == ("2048", "prod.yaml, line 2") and run["--streaming"][0] == "true"
+    assert run["--temperature"] == ("0.7", "prod.yaml, line 7")
+    assert serve["--port"] == ("8001", "prod.yaml, line 9") and serve["--max-seq-len"][0] == "4096"
+    assert run["--top-k"][1] == run["--quiet"][1] == "default" and run["--quiet"][0] == "false"
+
+
 def sample_of(flag: Any) -> str:
     described = flag.type_descriptor
     if described.choices:
@@ -145,6 +182,9 @@ def test_what_is_wrong_with_a_variable_is_said(
         ("run:\n  port: 8001", ("port", "line 2")),
         ("run: 3", ("`run`", "section", "line 1")),
         (None, ("prod.yaml",)),
+        ("top_k: 1\n<<: 3", ("`<<`", "line 2")),
+        ("base: &base {max_seq_lem: 1}\nrun:\n  <<: *base", ("max_seq_lem", "line 1")),
+        (f"stats: {'some' * 750}", ("`--stats`", "3,000 characters", "line 1")),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(

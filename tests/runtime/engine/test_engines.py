@@ -1,5 +1,6 @@
 """Engines of quantized checkpoints: logits are those of the same weights in a plain model; drafts change nothing."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from tiny import VOCAB_SIZE, eager_logits, forward, hf_greedy, make_build, make_
 from torch import nn
 from transformers import PreTrainedModel
 
+import runtime.model.quantized
 from runtime.builder.build import BuildEffort, build_engine
 from runtime.builder.convert import convert
 from runtime.builder.quality import measure_quality
@@ -250,6 +252,54 @@ def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, k
     linears = [module for module in small_model().modules() if isinstance(module, nn.Linear)]
     num_floats = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.float32)
     assert num_floats < sum(linear.weight.numel() for linear in linears) / 4  # the rest is embeddings and norms
+
+
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+def test_a_tied_engine_has_its_embeddings_once(tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the output layer's integers, from which a token's row is made. Gemma 3 270M had 335 MB more in bfloat16."""
+    save_gguf(tmp_path / "model.gguf", Q.Q4_1, architecture="gemma3", is_tied=True)
+    convert(tmp_path / "model.gguf", tmp_path / "checkpoint", "bfloat16", replace=False, progress=lambda *_: None)
+    stored, found = list[int](), list[torch.Tensor]()
+    for is_shared in (True, False):
+        if not is_shared:
+            monkeypatch.setattr(runtime.model.quantized, "tied_output", lambda model: None)
+        build(tmp_path, compiler="aot")
+        tensors = load_file(tmp_path / "engine" / "rank0.safetensors")
+        stored.append(
+            sum(1 for one in tensors.values() if one.dtype == torch.bfloat16 and one.shape[:1] == (VOCAB_SIZE,))
+        )
+        with Engine.open(tmp_path / "engine") as engine:
+            sequence = Sequence.start(Request(0, tuple(repetitive_prompt(0, 21, VOCAB_SIZE)), 60))
+            assert engine.admit(sequence)
+            found.append(forward(engine, [sequence], [[5, 6, 7]])[0])
+            engine.release(sequence)
+        shutil.rmtree(tmp_path / "engine")
+    assert stored == [0, 1] and torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs", "inputs", "group_size"),
+    [
+        ("int8", 70, 672, 32),
+        ("int8", 40, 288, 96),
+        ("int8", 33, 1000, 1000),
+        ("int4", 70, 768, 128),
+        ("int4", 5, 60, 6),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_of_a_packed_weight_are_its_numbers(
+    kind: str, outputs: int, inputs: int, group_size: int, dtype: torch.dtype, kernels: Path
+) -> None:
+    load_kernels(kernels)
+    weight = random_weight(kind, "", outputs, inputs, group_size)
+    weight = replace(weight, scales=weight.scales * torch.tensor([1, -1]).repeat(outputs)[:outputs, None].half())
+    packed = torch.ops.specdec.pack_quantized(weight.values, weight.scales, None, None)
+    ids = torch.tensor([[outputs - 1, 0, 3], [3, outputs // 2, 4]])
+    rows = torch.ops.specdec.quantized_rows(ids, packed, outputs, inputs, dtype)
+    assert torch.equal(rows, weight.dequantize(dtype)[ids])
+    with pytest.raises(RuntimeError, match=f"no row {outputs} of {outputs}"):
+        torch.ops.specdec.quantized_rows(ids + 1, packed, outputs, inputs, dtype)
 
 
 # The kernels

@@ -22,8 +22,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from runtime.builder.convert import convert
 from runtime.checkpoint.config import CheckpointConfig, QuantConfig, QuantFormat
 from runtime.checkpoint.quant.planning import _are_finite
-from runtime.checkpoint.quant.quantize import group_size_for, quantize_weight
+from runtime.checkpoint.quant.quantize import _quantize_rows, group_size_for, quantize_weight
 from runtime.checkpoint.quant.weight import QuantizedWeight, from_integers, take_quantized
+from runtime.kernels.ops import load_kernels
 from runtime.util.errors import SpecDecError
 
 
@@ -98,6 +99,24 @@ def test_quantized_weights_are_the_nearest(qformat: QuantFormat, group_size: int
             clipped = (scales * clip).half().float().clamp(min=1e-30)
             error = ((plain / clipped).round().clamp(-127, 127) * clipped - plain).square().sum(-1)
             assert bool((ours <= error * 1.001 + 1e-12).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("qformat", "inputs", "group_size"), [("int8", 192, 64), ("int8", 400, 400), ("int4", 192, 64), ("int4", 108, 27)]
+)
+def test_the_kernel_quantizes_as_torch_does(
+    qformat: QuantFormat, inputs: int, group_size: int, dtype: torch.dtype, kernels: Path
+) -> None:
+    """Bit for bit: a checkpoint does not depend on whether kernels were there."""
+    load_kernels(kernels)
+    weight = torch.randn(600, inputs, generator=torch.Generator().manual_seed(1))
+    weight[3], weight[7, 9], weight[8] = 0, 40.0, weight[8] * 1e-6  # scales of 0, of an outlier, of few bits
+    weight[5] = torch.tensor([0.5, -0.5]).repeat(inputs // 2)  # two numbers are the largest
+    weight = weight.to(dtype)
+    made = quantize_weight(weight, QuantConfig(qformat, group_size), group_size)
+    values, scales = _quantize_rows(weight.float(), QuantConfig(qformat, group_size), group_size)
+    assert torch.equal(made.values, values) and torch.equal(made.scales, scales)
 
 
 class Counted(TorchDispatchMode):

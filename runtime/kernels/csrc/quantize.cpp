@@ -1,0 +1,135 @@
+// Integers and scales for a weight, as runtime/checkpoint/quant/quantize.py chooses them, with the same bits: a product of
+// an integer and a float16 scale is exact in float32, and sums of so few floats are in doubles.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "products.h"
+
+namespace quantizing {
+namespace {
+
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+
+inline Doubles doubled(Lanes v) { return __builtin_convertvector(v, Doubles); }
+inline double total(Doubles v) {
+  double sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+}
+
+struct Rounding {
+  float lowest, highest;
+  std::vector<float> factors;  // of the largest number, which the scales to try are
+  bool first_wins;             // of these, unless the scale is so small that float16 has it with few bits
+  int64_t refinements;
+
+  // The integers nearest to the numbers; a scale of 0 has zeros.
+  Lanes nearest(Lanes x, float scale) const {
+    Lanes q = x / (scale == 0 ? 1.0f : scale);
+    q = q < lowest - 1 ? Lanes{} + (lowest - 1) : q > highest + 1 ? Lanes{} + (highest + 1) : q;
+    q = (q + 12582912.0f) - 12582912.0f;  // 1.5 x 2^23, beside which floats are integers: of two the even one
+    return q < lowest ? Lanes{} + lowest : q > highest ? Lanes{} + highest : q;
+  }
+};
+
+// A scale, and sums over a group rounded with it.
+struct Fit {
+  float scale = 0;
+  double error = std::numeric_limits<double>::infinity(), product = 0, squares = 0;
+
+  // The scale of least squares for these integers.
+  float fitted() const { return static_cast<at::Half>(static_cast<float>(product / std::max(squares, 1.0))); }
+};
+
+Fit measure(const float* x, int64_t count, float scale, const Rounding& rounding) {
+  Doubles error{}, product{}, squares{};
+  for (int64_t k = 0; k < count; k += kLanes) {
+    const Lanes v = load(x + k), q = rounding.nearest(v, scale), distance = q * scale - v;
+    error += doubled(distance * distance), product += doubled(v * q), squares += doubled(q * q);
+  }
+  return {scale, total(error), total(product), total(squares)};
+}
+
+float largest(const float* x, int64_t count) {
+  Lanes most{};
+  for (int64_t k = 0; k < count; k += kLanes) {
+    const Lanes size = (Lanes)((Words)load(x + k) & 0x7fffffffu);
+    most = size > most ? size : most;
+  }
+  float size = 0;
+  for (int i = 0; i < kLanes; ++i) size = std::max(size, most[i]);
+  for (int64_t k = 0; k < count; ++k)
+    if (std::fabs(x[k]) == size) return x[k];
+  return 0;
+}
+
+// `x` has zeros behind its numbers, up to whole vectors.
+float best_scale(const float* x, int64_t count, const Rounding& rounding) {
+  const float extreme = largest(x, count), step = std::fabs(extreme) / rounding.highest;
+  const bool one = rounding.first_wins && (step >= 0x1p-14f || step == 0);
+  Fit best;
+  for (size_t i = 0; i < (one ? 1 : rounding.factors.size()); ++i) {
+    const Fit fit = measure(x, count, static_cast<at::Half>(extreme * rounding.factors[i]), rounding);
+    if (fit.error < best.error) best = fit;
+  }
+  for (int64_t i = 0; i < rounding.refinements; ++i) {
+    const Fit fit = measure(x, count, best.fitted(), rounding);
+    if (!(fit.error < best.error)) break;
+    best = fit;
+  }
+  return best.scale;
+}
+
+// int8 (outputs, inputs), or uint8 with two numbers of 4 bits plus 8 each, the first lower; float16 (outputs, groups).
+std::tuple<at::Tensor, at::Tensor> quantize_integers(const at::Tensor& weight, bool is_int4, int64_t group_size,
+                                                     at::ArrayRef<double> clips, bool first_wins, int64_t refinements) {
+  const int64_t N = weight.size(0), K = weight.size(1), groups = K / group_size;
+  const int64_t padded = (group_size + kLanes - 1) / kLanes * kLanes;
+  Rounding rounding{is_int4 ? -8.0f : -127.0f, is_int4 ? 7.0f : 127.0f, {}, first_wins, refinements};
+  for (const double clip : clips) rounding.factors.push_back(static_cast<float>(clip / rounding.lowest));
+  const at::Tensor rows = weight.contiguous();
+  at::Tensor values = at::empty({N, is_int4 ? K / 2 : K}, weight.options().dtype(is_int4 ? at::kByte : at::kChar));
+  at::Tensor scales = at::empty({N, groups}, weight.options().dtype(at::kHalf));
+  with_type(weight.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    share_range(N, 16, [&](int64_t begin, int64_t end) {
+      std::vector<float> x(padded);
+      std::vector<int8_t> row(K + kLanes);
+      for (int64_t n = begin; n < end; ++n) {
+        for (int64_t g = 0; g < groups; ++g) {
+          widen(rows.const_data_ptr<T>() + n * K + g * group_size, x.data(), group_size);
+          const float scale = best_scale(x.data(), padded, rounding);
+          scales.mutable_data_ptr<at::Half>()[n * groups + g] = scale;
+          for (int64_t k = 0; k < padded; k += kLanes)
+            narrow(rounding.nearest(load(x.data() + k), scale), row.data() + g * group_size + k);
+        }
+        if (is_int4) {
+          auto* to = values.mutable_data_ptr<uint8_t>() + n * (K / 2);
+          for (int64_t k = 0; k < K; k += 2) to[k / 2] = (row[k] + 8) | (row[k + 1] + 8) << 4;
+        } else {
+          std::memcpy(values.mutable_data_ptr<int8_t>() + n * K, row.data(), K);
+        }
+      }
+    });
+  });
+  return {values, scales};
+}
+
+}  // namespace
+}  // namespace quantizing
+
+TORCH_LIBRARY_FRAGMENT(specdec, library) {
+  library.def(
+      "quantize_integers(Tensor weight, bool is_int4, int group_size, float[] clips, bool first_wins, int refinements) -> "
+      "(Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(specdec, CPU, library) {
+  library.impl("quantize_integers", quantizing::quantize_integers);
+}
