@@ -21,6 +21,7 @@ from commands.batch.lines import BatchRequest
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import open_setup
 from commands.serve.asking import ask_chat, ask_completion
+from commands.serve.http.clients import salted
 from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.protocol.completions import ChatReply, CompletionReply
 from commands.serve.protocol.replies import TokenTexts
@@ -133,7 +134,7 @@ class BatchModel:
             body, asked = self._ask(request)
             names = FieldNames(body.field_names)
             pending = Pending(request, body, len(asked), on_done)
-            pending.answers = self._served.loop.submit(asked, pending)
+            pending.answers = self._served.loop.submit(salted(asked, {}, body.cache_salt), pending)
         except SpecDecError as error:
             if self.failure is not None:
                 raise

@@ -49,5 +49,9 @@ def _opened(directory: Path) -> Iterator[BlockStore]:
             yield store
         finally:
             store.close()
-    except (Damaged, Unwritable, TimeoutError) as error:
+    except Unwritable as error:
+        raise SpecDecError(
+            f"no keys and values can be removed ({error}): {directory}", hint="make it writable"
+        ) from None
+    except (Damaged, TimeoutError) as error:
         raise SpecDecError(f"the keys and values cannot be read ({error}): {directory}", hint="remove them") from None

@@ -1,12 +1,11 @@
 """Prompts that a server computes, or finds on disk, before it listens."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from commands.serve.asking import ask_chat, ask_completion
-from commands.serve.http.clients import cache_salt_of, salt_scope
+from commands.serve.http.clients import salt_scope, salted
 from commands.serve.http.errors import HTTPError
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, validate_body
 from commands.serve.served import ServedModel
@@ -47,12 +46,11 @@ def _requests(served: ServedModel, line: Any, where: str, key: bytes | None) -> 
         else:
             asked = completion = validate_body(_of_two_tokens(body), CompletionRequest)
             made = ask_completion(served, completion)
-        salt = cache_salt_of(salt_scope(key), asked.cache_salt)
         for one in made:
             served.llm.engine.check_request(one.request)
     except (HTTPError, SpecDecError) as error:
         raise SpecDecError(f"{where} is no request that can be computed: {error}", hint="correct the line") from None
-    return [replace(one.request, cache_salt=salt) for one in made]
+    return [one.request for one in salted(made, salt_scope(key), asked.cache_salt)]
 
 
 def _of_two_tokens(body: Any) -> Any:

@@ -150,8 +150,12 @@ class BlockStore:
 
     def _open(self) -> None:
         self._check_locks()
-        with contextlib.suppress(OSError):  # readable by its user alone, before SQLite makes it with the umask
+        try:  # readable by its user alone, before SQLite makes it with the umask
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except OSError as error:
+            if not self.path.is_file():
+                why = "no regular file" if isinstance(error, FileExistsError) else error.strerror
+                raise self._cannot_open(f"{self.path.name}: {why}") from None
         self.is_read_only = not os.access(self.path, os.W_OK)
         mode = "ro" if self.is_read_only else "rw"
         try:
@@ -174,12 +178,15 @@ class BlockStore:
             raise
 
     def _set_up(self) -> None:
-        with self._errors(), self._cannot_open_errors():
+        with self._cannot_open_errors(), self._errors():
             execute = self._db.execute
             self._check_is_ours(or_empty=True)  # before anything is changed
-            for pragma in (f"page_size={_PAGE_BYTES}", "auto_vacuum=INCREMENTAL", "cell_size_check=ON", "mmap_size=0"):
+            if not self.is_read_only:
+                execute(f"PRAGMA page_size={_PAGE_BYTES}")
+                execute("PRAGMA auto_vacuum=INCREMENTAL")
+            for pragma in ("cell_size_check=ON", "mmap_size=0", "journal_mode=TRUNCATE", "synchronous=NORMAL"):
                 execute(f"PRAGMA {pragma}")
-            for pragma in ("journal_mode=TRUNCATE", "synchronous=NORMAL", "cache_spill=OFF", "cache_size=-4000"):
+            for pragma in ("cache_spill=OFF", "cache_size=-4000"):
                 execute(f"PRAGMA {pragma}")
             if not self.is_read_only:
                 self._make_tables()
@@ -244,10 +251,12 @@ class BlockStore:
 
     def _settle_limit(self) -> None:
         """The limit that was given last holds, for all processes."""
+        if self.is_read_only:
+            return
         known = self._db.execute("SELECT value FROM settings WHERE name='max_bytes'").fetchone()
         if self._given is not None and known is not None and known[0] != self._given:
             self.other_limit = known[0]
-        if not self.is_read_only and (known is None or self.other_limit is not None):
+        if known is None or self.other_limit is not None:
             limit = self._usual if self._given is None else self._given
             self._db.execute("INSERT OR REPLACE INTO settings VALUES('max_bytes', ?)", (limit,))
 

@@ -26,6 +26,11 @@ class PieceSizes:
         before = seconds if self._step_s is None else self._step_s
         self._step_s = before + _WEIGHT * (seconds - before)
 
+    @property
+    def piece_s(self) -> float:
+        """Seconds that a piece may take; 0 before a step was timed."""
+        return 0.0 if self._step_s is None else max(_MAX_STEPS * self._step_s, self._max_gap_s) - self._step_s
+
     def piece_took(self, num_tokens: int, seconds: float) -> None:
         """Note the time of a piece. The next piece is at most twice as long, and at least half as long.
 
@@ -33,7 +38,6 @@ class PieceSizes:
         """
         if self._step_s is None or 2 * num_tokens < self.num_tokens:
             return
-        gap_s = max(_MAX_STEPS * self._step_s, self._max_gap_s)
-        wanted = num_tokens * (gap_s - self._step_s) / max(seconds, 1e-9)
+        wanted = num_tokens * self.piece_s / max(seconds, 1e-9)
         size = min(max(wanted, self.num_tokens / 2), 2 * self.num_tokens)
         self.num_tokens = min(max(round(size), _LEAST_TOKENS), self._most)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from runtime.core.block_store import Record
 from runtime.core.grammar import CompiledGrammar, Matcher
 from runtime.core.params import GREEDY, SamplingConfig
 from runtime.core.sampling import NoValidToken, Sampler, have_kernels
@@ -170,6 +171,8 @@ class Sequence:
     """Tokens that begin another sequence too, whose state is to be kept once they are computed; 0: none."""
     kept_states: dict[int, bytes] = field(default_factory=dict)
     """States after so many of its tokens, on their way to disk."""
+    unread: list[Record] = field(default_factory=list)
+    """Records of its next tokens on disk, which are read before it is stepped."""
     num_saved: int = 0
     """Its whole blocks that were given to the disk."""
 

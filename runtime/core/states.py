@@ -266,6 +266,8 @@ class States:
         num_slots, num_back = num_slots_of(states, build, dtype), num_rolled_back(build.max_draft_len)
         self.manager = StateManager(num_slots, num_back, reuse=interval is not None)
         self.pools = state_pools(states, num_slots, num_back, dtype, device)
+        self.pools_of_ranks = list[Tensor]()
+        """Pools of the other ranks of a split engine, where this process has their memory."""
 
     def admit(self, sequence: Sequence, found: Found) -> None:
         """Give the sequence a slot, with the state that was found."""
@@ -303,13 +305,13 @@ class States:
         if not sequence.num_computed or not self.manager.can_begin(sequence):
             return None
         first = self.manager.first_of(sequence).to_bytes(8, "little")
-        return first + b"".join(_bytes_of(pool[sequence.state_slot]).numpy().tobytes() for pool in self.pools)
+        return first + b"".join(_bytes_of(pool[sequence.state_slot]).numpy().tobytes() for pool in self._all_pools)
 
     def load(self, sequence: Sequence, num_tokens: int, saved: bytes) -> None:
         """Give a sequence the state after its first `num_tokens` tokens, which was `saved`."""
         first, at = int.from_bytes(saved[:8], "little"), 8
         self.manager.set_span(sequence, first, num_tokens)
-        for pool in self.pools:
+        for pool in self._all_pools:
             size = pool[sequence.state_slot].nbytes
             numbers = torch.frombuffer(bytearray(saved[at : at + size]), dtype=pool.dtype)
             pool[sequence.state_slot] = numbers.view(pool.shape[1:]).to(pool.device)
@@ -318,7 +320,11 @@ class States:
     @property
     def num_saved_bytes(self) -> int:
         """Bytes of one sequence's `saved` state."""
-        return 8 + sum(pool[NULL_SLOT].nbytes for pool in self.pools)
+        return 8 + sum(pool[NULL_SLOT].nbytes for pool in self._all_pools)
+
+    @property
+    def _all_pools(self) -> list[Tensor]:
+        return self.pools + self.pools_of_ranks
 
     def rewind(self, sequence: Sequence) -> None:
         """Have all tokens of a sequence computed again, if it went back further than its slot's states reach."""

@@ -227,7 +227,8 @@ class PromptTokens:
     num_computed: int = 0
 
     def plus(self, num_tokens: int, num_found: int, num_on_disk: int) -> "PromptTokens":
-        """Add a prompt of `num_tokens`, of which `num_found` were found, `num_on_disk` of these on disk."""
+        """Add a prompt of `num_tokens`, of which `num_found` were found, `num_on_disk` of these on disk. With no
+        tokens: more was found than was said before."""
         return PromptTokens(
             self.num_in_memory + num_found - num_on_disk,
             self.num_on_disk + num_on_disk,

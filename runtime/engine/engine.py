@@ -5,6 +5,7 @@ batch's rows. What becomes of the logits is decided above, in `runtime.loop.step
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -25,7 +26,7 @@ from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtyp
 from runtime.core.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.core.request import Request, Sequence
 from runtime.core.scopes import Scope
-from runtime.core.states import States, bytes_per_slot, num_slots_of, state_inputs
+from runtime.core.states import States, bytes_per_slot, num_rolled_back, num_slots_of, state_inputs, state_pools
 from runtime.core.stats import PromptTokens, StateStats
 from runtime.engine.devices import check_device_ids
 from runtime.engine.draft_vocab import read_draft_ids
@@ -161,15 +162,16 @@ class Engine:
         self._disk: KVDisk | None = None
         self._num_without_disk = 0
         if kv_cache.disk_dir is not None:
-            if self.ranks is not None:
+            if self.ranks is not None and device.type != "cpu":
                 raise UsageError(
-                    f"K/V of an engine that is split over ranks are not kept on disk: {kv_cache.disk_dir}",
+                    f"K/V of an engine that is split over GPUs are not kept on disk: {kv_cache.disk_dir}",
                     hint="leave `disk_dir` out",
                     code="disk_of_ranks",
                     directory=kv_cache.disk_dir,
                 )
             directory = Path(kv_cache.disk_dir).expanduser()
-            self._disk = KVDisk(directory, kv_cache.disk_bytes, config, self._blocks, self._pool, self._states)
+            pools = [self._pool, *self._pools_of_ranks()]
+            self._disk = KVDisk(directory, kv_cache.disk_bytes, config, self._blocks, pools, self._states)
 
     @classmethod
     def open(
@@ -234,7 +236,28 @@ class Engine:
 
     @property
     def _used_disk(self) -> KVDisk | None:
-        return None if self._num_without_disk else self._disk
+        """The disk, when the other ranks have done what they were told; None where they cannot any more."""
+        if self._num_without_disk or self._disk is None or (self.ranks is not None and not self.ranks.settle()):
+            return None
+        return self._disk
+
+    def _pools_of_ranks(self) -> list[KVPool]:
+        """Other ranks' memory of keys and values, like this one's; that of their states is `self._states`' from now."""
+        if self.ranks is None:
+            return []
+        states, kind, num_slots = self.config.states, _kv_dtype(self.config), 0
+        dtype, num_back = getattr(torch, self.config.dtype), num_rolled_back(self.max_draft_len)
+        if self._states is not None:
+            num_slots = self._states.manager.num_slots
+
+        def make() -> tuple[KVPool, list[Tensor]]:
+            pool = KVPool(self.config.layers, self._blocks.num_blocks, self._blocks.block_size, kind, self.device)
+            return pool, state_pools(states, num_slots, num_back, dtype, self.device)
+
+        made = self.ranks.share(self._pool.keys, num_slots, make)
+        if self._states is not None:
+            self._states.pools_of_ranks += [one for _, pools in made for one in pools]
+        return [pool for pool, _ in made]
 
     @property
     def has_disk(self) -> bool:
@@ -283,6 +306,7 @@ class Engine:
             self._heads.clear()
             if self._states is not None:
                 self._states.pools.clear()
+                self._states.pools_of_ranks.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # the next engine's cache is sized by what is free
 
@@ -362,10 +386,11 @@ class Engine:
         """SpecDecError if the engine was built for shorter drafts."""
         check_draft_len(max_draft_len, self.max_draft_len)
 
-    def admit(self, sequence: Sequence) -> bool:
+    def admit(self, sequence: Sequence, *, reads: bool = True) -> bool:
         """Give the sequence blocks for its tokens and a draft, finding K/V that is already known.
 
-        False: no room now, nothing changed. SpecDecError: it would not fit an empty cache either.
+        Unless `reads`, what is on disk is left to `read_on`. False: no room now, nothing changed. SpecDecError: it
+        would not fit an empty cache either.
         """
         self.check_is_open()
         num_tokens = len(sequence.tokens) + self.max_draft_len_of(sequence)
@@ -393,14 +418,30 @@ class Engine:
         except BaseException:  # Ctrl-C between two layers: what was found is there in part
             sequence.num_computed = 0
             raise
-        num_on_disk = 0 if self._used_disk is None else self._used_disk.restore(sequence)
         for head in self._heads:
             head.forget(sequence.block_table, sequence.num_computed)
-        sequence.stats.num_reused_tokens += sequence.num_computed
-        if not sequence.stats.num_steps and not self._num_without_disk:
-            num_found = sequence.num_computed
-            self.prompt_tokens = self.prompt_tokens.plus(len(sequence.tokens), num_found, num_on_disk)
+        self._count_found(sequence, len(sequence.tokens), sequence.num_computed, 0)
+        if self._used_disk is not None:
+            self._used_disk.find(sequence)
+        if reads:
+            self.read_on(sequence, math.inf)
         return True
+
+    def read_on(self, sequence: Sequence, until: float) -> None:
+        """Read what an admitted sequence has on disk, until a time of `time.perf_counter`, at least one block of it."""
+        if not sequence.unread:
+            return
+        num_read = 0 if self._used_disk is None else self._used_disk.read(sequence, until)
+        if self._used_disk is None:
+            sequence.unread = []
+        for head in () if sequence.unread else self._heads:
+            head.forget(sequence.block_table, sequence.num_computed)
+        self._count_found(sequence, 0, num_read, num_read)
+
+    def _count_found(self, sequence: Sequence, num_tokens: int, num_found: int, num_on_disk: int) -> None:
+        sequence.stats.num_reused_tokens += num_found
+        if not sequence.stats.num_steps and not self._num_without_disk:
+            self.prompt_tokens = self.prompt_tokens.plus(num_tokens, num_found, num_on_disk)
 
     def extend(self, sequence: Sequence) -> bool:
         """Give an admitted sequence that grew blocks for all its tokens and a draft. False: no room, no change."""
@@ -492,6 +533,7 @@ class Engine:
         """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
         if self._used_disk is not None:
             self._used_disk.save(sequence)
+        sequence.unread = []
         if self._states is not None and sequence.state_slot:
             self._states.manager.release(sequence)
         self._blocks.release(sequence)

@@ -9,6 +9,7 @@ has the content that was asked for; a block that is needed before it was copied 
 """
 
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -16,17 +17,17 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.checkpoint.config import EngineConfig, as_json
-from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Found, Owner, Record, Unwritable, as_bytes
+from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Owner, Record, Unwritable, as_bytes
 from runtime.core.kv_cache import BlockManager, CachedBlock, KVPool
 from runtime.core.output_table import read_outputs, write_output
 from runtime.core.request import Sequence
@@ -42,8 +43,10 @@ _BATCH_BYTES = 8 << 20
 _MOST_COPIED_BYTES = 256 << 20
 """Bytes of blocks that were needed for something else before they were written."""
 _MOST_JOBS = 256
+"""Released sequences that wait to be written; more are left out."""
 _CLOSE_S = 60.0
-_NICE = 5
+_NICE = 19
+"""Priority of the thread that writes: it takes what running requests leave of the processor."""
 _MEASURED = ("step_costs", "host_s", "self_draft_costs", "machine", "quality", "logits_check", "self_draft_check")
 _NOTES = ("compiler_note", "why_whole", "config_digest")
 _DECAY, _TRY_AGAIN = 0.7, 32
@@ -94,35 +97,41 @@ class Part:
 
     def __init__(self, name: str, tensors: Seq[Tensor]) -> None:
         self.name = name
-        self._rows = [_rows_of(tensor) for tensor in tensors if tensor.numel()]
-        self.num_bytes = sum(rows[0].nbytes for rows in self._rows)
+        self._rows = [tensor.detach().view(len(tensor), -1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        self._sizes = [rows.shape[1] for rows in self._rows]
+        self._addresses = [rows.data_ptr() if rows.device.type == "cpu" else None for rows in self._rows]
+        self.num_bytes = sum(self._sizes)
 
     def read(self, block: int) -> memoryview:
         """The bytes of a block."""
-        data, at = np.empty(self.num_bytes, np.uint8), 0
-        for rows in self._rows:
-            row = rows[block] if isinstance(rows, np.ndarray) else rows[block].cpu().numpy()
-            data[at : at + row.nbytes] = row
-            at += row.nbytes
+        data = np.empty(self.num_bytes, np.uint8)
+        at = data.ctypes.data
+        for rows, size, address in zip(self._rows, self._sizes, self._addresses, strict=True):
+            if address is None:
+                row = rows[block].cpu()
+                ctypes.memmove(at, row.data_ptr(), size)
+            else:  # of 60 tensors a model has, slices of arrays would take longer than the copies
+                ctypes.memmove(at, address + block * size, size)
+            at += size
         return data.data
 
     def write(self, block: int, data: bytes) -> None:
-        """Give a block these bytes."""
-        numbers, at = np.frombuffer(data, np.uint8), 0
-        for rows in self._rows:
-            size = rows[0].nbytes
-            row = numbers[at : at + size]
-            if isinstance(rows, np.ndarray):
-                rows[block] = row
-            else:
+        """Give a block these `num_bytes` bytes."""
+        numbers = np.frombuffer(data, np.uint8)
+        assert len(numbers) == self.num_bytes
+        start = numbers.ctypes.data
+        at = start
+        for rows, size, address in zip(self._rows, self._sizes, self._addresses, strict=True):
+            if address is None:
+                row = numbers[at - start : at - start + size]
                 rows[block] = torch.from_numpy(row.copy()).to(rows.device)
+            else:
+                ctypes.memmove(address + block * size, at, size)
             at += size
 
 
-def _rows_of(tensor: Tensor) -> "np.ndarray[Any, Any] | Tensor":
-    """(blocks, bytes) of the same memory."""
-    rows = tensor.detach().view(len(tensor), -1).view(torch.uint8)
-    return rows.numpy() if rows.device.type == "cpu" else rows
+def _part_of_rank(rank: int, pool: KVPool) -> Part:
+    return Part(f"{_KV} {rank}" if rank else _KV, [*pool.keys, *pool.values, *pool.scales])
 
 
 def _part_of_head(head: HeadCache, name: str) -> Part:
@@ -165,6 +174,7 @@ class _OutputJob:
 class KVDisk:
     """The disk of one engine. Its methods are called in the engine's turns, but `flush` and `close`.
 
+    `pools` has the memory of each rank. A record has the bytes of all of them, so each rank has the same tokens.
     SpecDecError if the directory cannot be used, or has no room for one of the engine's longest sequences.
     """
 
@@ -174,14 +184,15 @@ class KVDisk:
         max_bytes: int | None,
         config: EngineConfig,
         blocks: BlockManager,
-        pool: KVPool,
+        pools: Seq[KVPool],
         states: States | None,
     ) -> None:
         self.rates = Rates()
         self.digest = digest_of_engine(config)
         self._model = f"{config.pretrained_config.get('model_type')}, {config.dtype}"
         self._blocks, self._states, self._block_size = blocks, states, blocks.block_size
-        self._parts = [Part(_KV, [*pool.keys, *pool.values, *pool.scales])]
+        self._kv = [_part_of_rank(rank, pool) for rank, pool in enumerate(pools)]
+        self._parts = self._kv
         self._heads: list[tuple[HeadCache, Part | None]] = []
         self._process_id = os.getpid()
         self._told: set[str] = set()
@@ -204,7 +215,7 @@ class KVDisk:
 
     def _check_size(self, directory: Path, max_bytes: int | None, config: EngineConfig) -> None:
         longest = config.build_config.max_request_len
-        needed = self._blocks.num_blocks_for(longest) * self._parts[0].num_bytes + (1 << 19)
+        needed = self._blocks.num_blocks_for(longest) * sum(part.num_bytes for part in self._kv) + (1 << 19)
         needed += 0 if self._states is None else self._states.num_saved_bytes
         if max_bytes is not None and max_bytes < needed:
             raise UsageError(
@@ -235,19 +246,20 @@ class KVDisk:
         """Read and write what this head has of each block too. One without a name has no place on disk: then nothing is
         read."""
         self._heads.append((head, None if name is None else _part_of_head(head, name)))
-        self._parts = [self._parts[0], *(part for _, part in self._heads if part is not None)]
+        self._parts = [*self._kv, *(part for _, part in self._heads if part is not None)]
 
     def remove_head(self, head: HeadCache) -> None:
         self._heads = [one for one in self._heads if one[0] is not head]
-        self._parts = [self._parts[0], *(part for _, part in self._heads if part is not None)]
+        self._parts = [*self._kv, *(part for _, part in self._heads if part is not None)]
 
-    def restore(self, sequence: Sequence) -> int:
-        """Read what an admitted sequence lacks into its blocks, and advance `num_computed`; returns the tokens read."""
+    def find(self, sequence: Sequence) -> None:
+        """Find what an admitted sequence lacks: its `unread` records, which `read` reads."""
         before, most = sequence.num_computed, sequence.max_reused
+        sequence.unread = []
         if most - before < self._block_size or os.getpid() != self._process_id:
-            return 0
+            return
         if any(part is None for _, part in self._heads) or not self.rates.reading_pays():
-            return 0
+            return
         try:
             if self._reader.is_replaced():
                 self._reader.reopen()
@@ -255,39 +267,54 @@ class KVDisk:
             found = self._reader.find(
                 owner, sequence.tokens[:most], self._block_size, with_states=self._states is not None
             )
-            start = time.perf_counter()
-            end = self._read(sequence, found)
         except TimeoutError:
-            return 0
+            return
         except (Damaged, Unwritable, SpecDecError) as error:
             self._fail(self._reader, error)
-            return 0
-        if end > before:
-            self.rates.read(end - before, time.perf_counter() - start)
-            sequence.num_computed = end
-        return max(end - before, 0)
-
-    def _read(self, sequence: Sequence, found: Found) -> int:
-        """Read records from the sequence's computed tokens on; returns the tokens that are computed then."""
-        before, records, state = sequence.num_computed, found.records, None
+            return
+        records = found.records
         if self._states is not None:
             state = max(found.states, key=lambda record: record.end, default=None)
-            if state is None or state.end <= before:
-                return before
-            records = [*(one for one in records if one.end <= state.start), state]
-        end = before
-        for record in records:
-            if record.end <= before:
-                continue
-            parts = self._parts_of(record, with_state=record is state)
-            if parts is None:
-                break
-            for part in self._parts:
-                part.write(sequence.block_table[record.start // self._block_size], parts[part.name])
-            if record is state and self._states is not None:
-                self._states.load(sequence, record.end, parts[STATE])
-            end = record.end
-        return before if state is not None and end < state.end else end
+            records = [] if state is None else [*(one for one in records if one.end <= state.start), state]
+        sequence.unread = [one for one in records if one.end > before]
+
+    def read(self, sequence: Sequence, until: float) -> int:
+        """Read a sequence's `unread` records into its blocks until this time, at least one of them, and advance
+        `num_computed`; returns the tokens that it has advanced by.
+
+        With states it advances with the last record, whose state it is. What cannot be read is forgotten.
+        """
+        before, start, num_read = sequence.num_computed, time.perf_counter(), 0
+        records, sequence.unread = sequence.unread, []
+        try:
+            with ThreadPoolExecutor(1) as thread:  # reads a record while the one before is copied to its block
+                ahead = thread.submit(self._parts_of, records[0], with_state=len(records) == 1)
+                for i, record in enumerate(records, 1):
+                    if num_read and time.perf_counter() >= until:
+                        sequence.unread = records[i - 1 :]
+                        break
+                    if (parts := ahead.result()) is None:
+                        break
+                    if i < len(records):
+                        ahead = thread.submit(self._parts_of, records[i], with_state=i + 1 == len(records))
+                    self._put(sequence, record, parts)
+                    num_read += record.end - record.start
+        except TimeoutError:
+            pass
+        except (Damaged, Unwritable, SpecDecError) as error:
+            self._fail(self._reader, error)
+        if num_read:
+            self.rates.read(num_read, time.perf_counter() - start)
+        return sequence.num_computed - before
+
+    def _put(self, sequence: Sequence, record: Record, parts: dict[str, bytes]) -> None:
+        """Give a sequence the parts of one record."""
+        for part in self._parts:
+            part.write(sequence.block_table[record.start // self._block_size], parts[part.name])
+        if self._states is not None and STATE in parts:
+            self._states.load(sequence, record.end, parts[STATE])
+        if self._states is None or STATE in parts:
+            sequence.num_computed = record.end
 
     def _parts_of(self, record: Record, *, with_state: bool) -> dict[str, bytes] | None:
         """All parts of a record; None where one is missing, or damaged."""
@@ -325,7 +352,14 @@ class KVDisk:
             self.keep_state(sequence)
         sequence.num_saved = num_whole
         with self._condition:
-            if len(self._jobs) >= _MOST_JOBS or self._is_closed:
+            if self._is_closed:
+                return
+            if len(self._jobs) >= _MOST_JOBS:
+                self._tell(
+                    "late",
+                    f"K/V are computed faster than they are written to disk, and some are left out ({_MOST_JOBS} "
+                    f"sequences wait): {self._writer.directory}",
+                )
                 return
             waiting = [self._wait_for(block, content) for block, content in self._blocks.publish(sequence)]
             tokens, salt = list(sequence.tokens[:num_computed]), sequence.request.cache_salt

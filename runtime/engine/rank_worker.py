@@ -41,6 +41,7 @@ def _end_with(life: int) -> None:
 
 
 def _compute(job: dict[str, Any], status: Any) -> None:
+    from contextlib import nullcontext
     from pathlib import Path
 
     import torch
@@ -50,6 +51,7 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     from runtime.core.states import StateCopy, copy_slot, num_rolled_back, state_pools
     from runtime.engine.load import StepKind, open_step
     from runtime.kernels.groups import COPY_BLOCK, COPY_SLOT, POOL, join_by_number, receive, to_batch
+    from runtime.kernels.memory import zeros, zeros_in
     from runtime.kernels.ops import flush_denormals
 
     device = torch.device(job["device"])
@@ -70,13 +72,16 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     print("{}", file=status, flush=True)
     pool: KVPool | None = None
     slots: list[torch.Tensor] = []
+    num_done = torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode():
         while (message := receive(sys.stdin.buffer)) is not None:
             kind = int(message[0])
             if kind == POOL:
                 pool, slots = None, []  # before there are others
-                pool = KVPool(layers, int(message[1]), int(message[2]), kept_as, device)
-                slots = state_pools(states, int(message[3]), num_back, dtype, device)
+                with zeros_in(job["memory"]) if message[4] else nullcontext():
+                    num_done = zeros((1,), torch.int64, torch.device("cpu"))
+                    pool = KVPool(layers, int(message[1]), int(message[2]), kept_as, device)
+                    slots = state_pools(states, int(message[3]), num_back, dtype, device)
             elif kind == COPY_BLOCK:
                 assert pool is not None
                 pool.copy_block(BlockCopy(int(message[1]), int(message[2])))
@@ -86,3 +91,4 @@ def _compute(job: dict[str, Any], status: Any) -> None:
                 assert pool is not None
                 *batch, last = to_batch(message, device)
                 step(*batch, *((*pool.tensors(), last, slots) if slots else (last, *pool.tensors())))
+            num_done += 1

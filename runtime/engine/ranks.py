@@ -5,8 +5,10 @@ They get the tensors of a batch, and do with their K/V what this one does. Draft
 """
 
 import dataclasses
+import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,10 +29,13 @@ from runtime.core.states import StateCopy
 from runtime.engine.devices import cores_of, pin, usable_cores
 from runtime.engine.load import StepKind, open_step
 from runtime.kernels.groups import COPY_BLOCK, COPY_SLOT, POOL, RankGroup, Rendezvous, join, of_batch, send, way_of
+from runtime.kernels.memory import zeros, zeros_in
 from runtime.kernels.ops import load_kernels
 from runtime.util.errors import SpecDecError
-from runtime.util.processes import Processes
+from runtime.util.processes import Processes, shared_memory
 
+Made = TypeVar("Made")
+_SETTLES_S = 20e-6
 _lock = threading.Lock()
 _here = threading.local()
 _open: set["Place"] = set()
@@ -113,17 +118,21 @@ class RankedStep:
         if way == "shared":
             load_kernels(model.directory / LIBRARY)
         self._pool: weakref.ref[Tensor] | None = None
+        self._num_sent, self._num_done = 0, list[Tensor]()
+        self._files = [shared_memory(0) for _ in device_ids[1:]] if device.type == "cpu" else []
         rendezvous = Rendezvous(way, model.tp_size)
         try:
             self._group = join(rendezvous, 0, model.tp_size)
             jobs = _jobs(model, rendezvous, cores, rank_devices(device.type, device_ids))
+            jobs = [job | {"memory": file} for job, file in zip(jobs, self._files or [None] * len(jobs), strict=True)]
             try:
-                self._processes = Processes(jobs, rendezvous.files, self._group.stop)
+                self._processes = Processes(jobs, (*rendezvous.files, *self._files), self._group.stop)
             except BaseException:
                 self._group.leave()
+                _close_all(self._files)
                 raise
             self._place = Place(cores[0]) if cores[0] else None
-            self._close = weakref.finalize(self, _close, self._processes, self._group, self._place)
+            self._close = weakref.finalize(self, _close, self._processes, self._group, self._place, self._files)
             try:
                 self._take_place()
                 self.own = open_own()
@@ -159,6 +168,27 @@ class RankedStep:
     def copy_slot(self, copy: StateCopy) -> None:
         """Copy a slot in the other ranks' pools like `runtime.core.states.copy_slot`."""
         self._copy(COPY_SLOT, copy)
+
+    def share(self, keys: list[Tensor], num_slots: int, make: Callable[[], Made]) -> list[Made]:
+        """Call `make`, which makes K/V and states by `zeros`, for each other rank, in memory that the rank uses too.
+
+        `settle` before it is read or written. On a GPU, whose memory is not shared, `make` is not called.
+        """
+        made = list[Made]()
+        for file in self._files:
+            with zeros_in(file):
+                self._num_done.append(zeros((1,), torch.int64, torch.device("cpu")))
+                made.append(make())
+        self._follow(keys, num_slots)
+        return made
+
+    def settle(self) -> bool:
+        """Wait until the other ranks have done all that they were sent; False if one has ended."""
+        while any(int(num_done) < self._num_sent for num_done in self._num_done):
+            if self.failure is not None:
+                return False
+            time.sleep(_SETTLES_S)
+        return True
 
     def _copy(self, kind: int, copy: BlockCopy | StateCopy) -> None:
         if self._pool is not None:  # or there is nothing yet to copy
@@ -201,11 +231,12 @@ class RankedStep:
             raise failure
         for pipe in self._processes.pipes():
             send(pipe, *parts)
+        self._num_sent += 1
 
     def _follow(self, keys: list[Tensor], num_slots: int) -> None:
         """Have the others make a K/V pool like this one, and slots for states, once for each."""
         if self._pool is None or self._pool() is not keys[0]:
-            self._send((POOL, keys[0].shape[0], keys[0].shape[3], num_slots))
+            self._send((POOL, keys[0].shape[0], keys[0].shape[3], num_slots, bool(self._num_done)))
             self._pool = weakref.ref(keys[0])
 
 
@@ -240,9 +271,15 @@ def _jobs(model: RankedModel, rendezvous: Rendezvous, cores: Seq[Seq[int]], devi
     return [said | {"rank": rank, "cores": cores[rank], "device": devices[rank]} for rank in range(1, model.tp_size)]
 
 
-def _close(processes: Processes, group: RankGroup, place: Place | None) -> None:
+def _close(processes: Processes, group: RankGroup, place: Place | None, files: list[int]) -> None:
     group.stop()
     processes.close()
     group.leave()
+    _close_all(files)
     if place is not None:
         place.leave()
+
+
+def _close_all(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())

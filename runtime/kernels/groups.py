@@ -27,7 +27,8 @@ from runtime.util.processes import shared_memory
 
 Way = Literal["shared", "gloo", "nccl"]
 STEP, POOL, COPY_BLOCK, COPY_SLOT = range(4)
-"""A batch to compute; a new K/V pool, with numbers of blocks and of tokens per block; a block to copy to another."""
+"""A batch to compute; a new K/V pool, with numbers of blocks, tokens per block and slots for states, and 1 if rank 0
+has the same memory; a block, or a slot, to copy to another."""
 _HERE = "127.0.0.1"
 _WAITS = timedelta(days=1)  # an ended rank is noticed at once, and a computing one is waited for
 _keys = itertools.count(1)

@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +24,7 @@ Mapping = TypeVar("Mapping", bound=mmap.mmap)
 _SMALL_PAGES_FIRST = 2 << 20
 _LITTLE_BYTES = 256 << 20
 """Weights of which what may be free is not worth to be looked for: it takes a quarter of a second."""
+_shared = threading.local()
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -61,7 +63,31 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return huge_pages(math.prod(shape) * dtype.itemsize, small_first=_SMALL_PAGES_FIRST).view(dtype).view(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if getattr(_shared, "file", None) is not None:
+        return _next_of_file(num_bytes).view(dtype).view(shape)
+    return huge_pages(num_bytes, small_first=_SMALL_PAGES_FIRST).view(dtype).view(shape)
+
+
+@contextmanager
+def zeros_in(file: int) -> Iterator[None]:
+    """Within the block, `zeros` on the CPU are memory of this file, each behind the one before.
+
+    Two processes that inherit the file and ask for the same shapes have the same memory.
+    """
+    _shared.file, _shared.end = file, 0
+    try:
+        yield
+    finally:
+        _shared.file = None
+
+
+def _next_of_file(num_bytes: int) -> Tensor:
+    start, size = _shared.end, -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    _shared.end = start + size
+    if os.fstat(_shared.file).st_size < _shared.end:
+        os.ftruncate(_shared.file, _shared.end)
+    return torch.frombuffer(mmap.mmap(_shared.file, size, offset=start), dtype=torch.uint8)[:num_bytes]
 
 
 def reserve(kind: type[Mapping], num_bytes: int) -> Mapping:

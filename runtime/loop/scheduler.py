@@ -121,6 +121,7 @@ class Scheduler:
             self._make_room()
         with self.engine.alone():
             context_start = time.perf_counter()
+            self._read_on()
             ready = self._compute_context()
         is_short, context_s = all(map(self._generates, ready)), time.perf_counter() - context_start
         stepped = step(self.engine, self.drafter, ready, self.max_draft_len, self.times) if ready else []
@@ -204,7 +205,7 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence) -> bool:
         """Let a waiting sequence run; False if the cache has too few blocks, even without other waiting sequences."""
-        while not sequence.block_table and not self.engine.admit(sequence):
+        while not sequence.block_table and not self.engine.admit(sequence, reads=False):
             if not self._release_waiting():
                 return False
         if sequence in self._holding:
@@ -235,7 +236,21 @@ class Scheduler:
     def _generates(self, sequence: Sequence) -> bool:
         """True if the sequence's next step has no more than a token and a draft to compute."""
         num_missing = len(sequence.tokens) - sequence.num_computed
-        return not sequence.num_unscored and sequence.num_generated > 0 and num_missing <= self.engine.max_draft_len + 1
+        is_short = num_missing <= self.engine.max_draft_len + 1 and not sequence.unread
+        return not sequence.num_unscored and sequence.num_generated > 0 and is_short
+
+    def _read_on(self) -> None:
+        """Read what is on disk, in order; while others generate, only as long as a piece of a prompt may take."""
+        unread = [sequence for sequence in self._turns.in_order(self.running) if sequence.unread]
+        if not unread:
+            return
+        until = math.inf
+        if self._pieces is not None and any(map(self._generates, self.running)):
+            until = time.perf_counter() + self._pieces.piece_s
+        for sequence in unread:
+            self.engine.read_on(sequence, until)
+            if time.perf_counter() >= until:
+                break
 
     def _compute_context(self) -> list[Sequence]:
         """Spend max_num_tokens on prompts, in order; returns the sequences whose next step gives a token.
@@ -252,6 +267,8 @@ class Scheduler:
             budget = min(budget, pieces.num_tokens)
         num_tokens = 0
         for sequence in self._turns.in_order(self.running):
+            if sequence.unread:
+                continue
             if sequence.num_unscored and budget > 0:
                 num_scored = min(sequence.num_unscored, budget)
                 self.engine.compute_context(sequence, num_scored)

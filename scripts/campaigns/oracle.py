@@ -328,10 +328,10 @@ class CheckedEngine(Engine):
 
         states._copy = counted  # type: ignore[method-assign]
 
-    def admit(self, sequence: Sequence) -> bool:
+    def admit(self, sequence: Sequence, *, reads: bool = True) -> bool:
         def call() -> bool:
             self.held[id(sequence)] = sequence
-            if is_admitted := super(CheckedEngine, self).admit(sequence):
+            if is_admitted := super(CheckedEngine, self).admit(sequence, reads=reads):
                 self.check_sequence(sequence)
             return is_admitted
 

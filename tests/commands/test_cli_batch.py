@@ -144,6 +144,18 @@ def test_greedy_results_are_hugging_faces(
         assert texts(row) == [tokenizer.decode(expected, skip_special_tokens=True)]
 
 
+def test_lines_of_different_owners_have_keys_and_values_of_their_own(
+    batch: Batch, specdec: Specdec, tmp_path: Path
+) -> None:
+    """Lines without a `cache_salt` are one owner, and so are those with the same."""
+    rows = [openai(f"{i}", prompt="The dog", max_tokens=3) for i in range(6)]
+    for i, salt in ((1, "a"), (2, "b"), (3, "a"), (4, None)):
+        rows[i]["body"]["cache_salt"] = salt
+    assert batch(rows, "--kv-cache-dir", tmp_path / "kv").exit_code == 0
+    (engine,) = specdec("cache", "list", "--kv-cache-dir", tmp_path / "kv", "--json").document["kv"]["engines"]
+    assert engine["num_owners"] == 3
+
+
 @pytest.mark.parametrize(
     ("row", "status", "message"),
     [

@@ -108,10 +108,10 @@ class Watch:
         self.engine.release = self.release  # type: ignore[method-assign]
         self.engine._forward = self.forward  # type: ignore[method-assign]
 
-    def admit(self, sequence: Sequence) -> bool:
+    def admit(self, sequence: Sequence, **reads: bool) -> bool:
         number = sequence.request.id
         self.num_asked += 1
-        if not self._admit(sequence):
+        if not self._admit(sequence, **reads):
             return False
         self.held.append(number)
         self.num_reused[number] += sequence.num_computed

@@ -9,6 +9,7 @@ from serving_models import PROMPT, MakeServed, Served
 from test_serving_metrics import samples
 
 from commands.serve.warm import warm
+from runtime.core.block_store import BlockStore
 from runtime.engine.engine import KVCacheConfig
 from runtime.util.errors import SpecDecError
 
@@ -31,14 +32,36 @@ def num_cached(served: Served, path: str, body: dict[str, Any], key: str | None 
     return usage["cache_read_input_tokens"] if details is None else details["cached_tokens"]
 
 
-def test_an_owner_finds_what_it_asked_and_nothing_else(make_served: MakeServed) -> None:
-    """Owners by `cache_salt` in all protocols, and by their API keys. Counts: nothing depends on time."""
-    served = make_served(None)
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_an_owner_finds_what_it_asked_and_nothing_else(place: str, make_served: MakeServed, tmp_path: Path) -> None:
+    """Owners by `cache_salt` in all protocols, and by their API keys. Counts: nothing depends on time.
+
+    What is found is the prompt but for its last token, which is computed for its logits.
+    """
+    served = make_served(None, kv_cache=KVCacheConfig(disk_dir=tmp_path if place == "disk" else None))
+    engine = served.llm.engine
     for path, body in ROUTES.items():
-        served.llm.engine.clear_cache()
-        salted = body | {"cache_salt": "mine"}
-        assert num_cached(served, path, salted) == 0 < num_cached(served, path, salted), path
-        assert num_cached(served, path, body) == num_cached(served, path, body | {"cache_salt": "yours"}) == 0, path
+        engine.clear_cache()
+        if place == "disk":
+            BlockStore(tmp_path).prune(0)
+
+        def found(**salt: str) -> int:
+            engine.flush_disk()
+            if place == "disk":
+                engine.clear_cache()
+            return num_cached(served, path, body | salt)  # noqa: B023  # it is called in this turn
+
+        before = engine.prompt_tokens
+        assert found(cache_salt="mine") == 0
+        own, none, other = found(cache_salt="mine"), found(), found(cache_salt="yours")
+        counts = engine.prompt_tokens
+        num_tokens = (counts.num_computed - before.num_computed) // 3
+        in_memory, on_disk = counts.num_in_memory - before.num_in_memory, counts.num_on_disk - before.num_on_disk
+        assert (in_memory, on_disk) == ((own, 0) if place == "memory" else (0, own))
+        assert own == num_tokens - 1 > 8, path
+        assert none == other == 0, path
+    if place == "disk":
+        return
     assert served.post("/v1/completions", prompt="a", cache_salt="").status_code == 400
     served = make_served(None, api_key="one,two")
     (path, body), *_ = ROUTES.items()

@@ -1,8 +1,12 @@
 """Tells apart the clients that take turns, without storing their names or keys."""
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
+
+from runtime.loop.serving import ServeRequest
 
 KEY_OF_SCOPE = "specdec.key"
 """Entry of a request's ASGI scope: the key that came with it, and whether the key alone says who asks."""
@@ -22,10 +26,11 @@ def salt_scope(key: bytes | None) -> dict[str, Any]:
     return {SALT_OF_SCOPE: None if key is None else f"key {_digest([b'salt', key]).hex()}"}
 
 
-def cache_salt_of(scope: Mapping[str, Any], given: str | None) -> str | None:
-    """Salt of a request's keys and values: its API key's, where keys are checked, and its own `cache_salt`."""
-    own, asked = scope.get(SALT_OF_SCOPE), None if given is None else f"salt {given}"
-    return " ".join(filter(None, (own, asked))) or None
+def salted(asked: Seq[ServeRequest], scope: Mapping[str, Any], given: str | None) -> list[ServeRequest]:
+    """The requests with the salt of their keys and values: the API key's, where keys are checked, and the body's
+    `cache_salt`."""
+    salt = " ".join(filter(None, (scope.get(SALT_OF_SCOPE), None if given is None else f"salt {given}"))) or None
+    return [replace(one, request=replace(one.request, cache_salt=salt)) for one in asked]
 
 
 def corpus_owners(scope: Mapping[str, Any], given: str | None) -> tuple[str | None, ...]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.http.bodies import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
-from commands.serve.http.clients import cache_salt_of, client_of, corpus_owners
+from commands.serve.http.clients import client_of, corpus_owners, salted
 from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.http.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
 from commands.serve.http.other_routes import what_is_there
@@ -129,8 +129,7 @@ class Server:
         self.served.check_name(name)
 
     def _submit(self, request: Request, body: Generation, asked: list[ServeRequest], names: FieldNames) -> Group:
-        salt = cache_salt_of(request.scope, body.cache_salt)
-        asked = [replace(one, request=replace(one.request, cache_salt=salt)) for one in asked]
+        asked = salted(asked, request.scope, body.cache_salt)
         group = submit(self.served.loop, asked, client_of(request.scope, body.user), names)
         note_answers(request.scope, group.answers, body.n or 1)
         return group

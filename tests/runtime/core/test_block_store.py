@@ -168,6 +168,10 @@ def writable_by_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     directory.chmod(0o777)
 
 
+def a_pipe(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(directory / FILE)
+
+
 def a_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory.rmdir()
     directory.touch()
@@ -175,7 +179,7 @@ def a_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [no_locks, another_user, another_version, another_database, another_file, writable_by_others, a_file],
+    [no_locks, another_user, another_version, another_database, another_file, writable_by_others, a_file, a_pipe],
 )
 def test_a_directory_that_cannot_be_used_is_one_sentence(
     make: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said

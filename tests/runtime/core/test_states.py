@@ -162,8 +162,8 @@ def test_hits_and_misses_are_prompts_of_which_something_was_found(seed: int) -> 
     text = [draw.randrange(12) for _ in range(40)]
     admit, counted = engine.admit, [0, 0, 0]
 
-    def watched(sequence: Sequence) -> bool:
-        is_admitted = admit(sequence)
+    def watched(sequence: Sequence, **reads: bool) -> bool:
+        is_admitted = admit(sequence, **reads)
         if is_admitted and not sequence.num_generated:
             is_miss = sequence.shared_len > 0
             counted[0 if is_miss else 1 if sequence.num_computed else 2] += 1

@@ -1,5 +1,6 @@
 """K/V on disk: restored is what computing again gives, to the bit, and nothing else is ever given out."""
 
+import os
 import sqlite3
 import warnings
 from collections.abc import Iterator
@@ -13,11 +14,14 @@ from common_fixtures import MakeEngineDir
 from heads import copy_with_mtp, make_block, make_eagle, save_block, save_eagle
 from sentences import Said
 from tiny import make_model
+from transformers import PreTrainedModel
 
 from runtime.checkpoint.config import SelfDraft
 from runtime.core.block_store import FILE
+from runtime.core.pieces import PieceSizes
 from runtime.core.request import Request, Sequence
 from runtime.drafters.specs import DFlashDrafter, DraftTargetDrafter, EagleDrafter, MtpDrafter, SelfDrafter
+from runtime.engine import kv_disk
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.llm import LLM
 from runtime.loop import orchestrator, scheduler
@@ -56,13 +60,21 @@ def warned(*parts: str) -> Iterator[list[str]]:
     assert all(part in told[0] for part in parts)
 
 
-# Dense, a window, sinks, MLA, convolutions, recurrent states, states alone, chunks, one attention for several layers.
+# Dense, a window, sinks, MLA, convolutions, recurrent states, states alone, chunks, one attention for several layers,
+# layers that share keys and values.
 FAMILIES = (
     *("llama", "gemma3", "gpt-oss", "deepseek-v3", "lfm2", "qwen3.5", "mamba2", "llama4", "zamba2", "jamba"),
-    "kimi-linear",
+    *("kimi-linear", "gemma4-shared"),
 )
+KINDS = ["sliding_attention", "full_attention"] * 2
+SHARED = {"layer_types": KINDS, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
 CASES: list[tuple[str, dict[str, Any]]] = [(family, {}) for family in FAMILIES]
 CASES += [("gemma3", {"kv_cache": "INT8"}), ("qwen3.5", {"kv_cache": "FP8", "dtype": "bfloat16"})]
+CASES += [("llama", {"tp_size": 2}), ("qwen3.5", {"tp_size": 2})]
+
+
+def model_of(family: str) -> PreTrainedModel:
+    return make_model("gemma4-moe", **SHARED) if family == "gemma4-shared" else make_model(family)
 
 
 @pytest.mark.parametrize(("family", "build"), CASES, ids=lambda one: one if isinstance(one, str) else "".join(one))
@@ -70,7 +82,7 @@ def test_a_restored_conversation_goes_on_as_in_memory(
     family: str, build: dict[str, Any], make_engine_dir: MakeEngineDir, tmp_path: Path
 ) -> None:
     """Memory is an independent source: the tests of the cache say that it is what computing gives."""
-    engine_dir = make_engine_dir(make_model(family), **build)
+    engine_dir = make_engine_dir(model_of(family), **build)
     with opened(engine_dir, tmp_path / "kv") as engine:
         first = answer(engine, PROMPT)
         with engine.without_disk():
@@ -84,13 +96,21 @@ def test_a_restored_conversation_goes_on_as_in_memory(
     assert same_bits(restored, in_memory)
 
 
-def test_a_restored_prompt_has_the_bits_of_a_computed_one(llama_engine_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "build"),
+    [("llama", {"measure_costs": True}), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
+    ids=lambda one: one if isinstance(one, str) else "".join(one),
+)
+def test_a_restored_prompt_has_the_bits_of_a_computed_one(
+    family: str, build: dict[str, Any], make_engine_dir: MakeEngineDir, tmp_path: Path
+) -> None:
     """Compiled engines give the same bits in any batch and pieces: here from the beginning, there from the disk."""
-    with Engine.open(llama_engine_dir) as engine:
+    engine_dir = make_engine_dir(model_of(family), compiler="aot", **build)
+    with Engine.open(engine_dir) as engine:
         first = answer(engine, PROMPT)
         engine.clear_cache()
         computed = answer(engine, first.tokens + NEXT)
-    with opened(llama_engine_dir, tmp_path) as engine:
+    with opened(engine_dir, tmp_path) as engine:
         answer(engine, PROMPT)
         engine.flush_disk()
         engine.clear_cache()
@@ -189,21 +209,41 @@ def test_only_the_same_salt_finds_what_was_computed(llama_uncompiled_dir: Path, 
     assert b"alice" not in (tmp_path / "kv" / FILE).read_bytes()
 
 
+@contextmanager
+def writing_elsewhere(directory: Path) -> Iterator[None]:
+    """Another process writes, so that nobody else can."""
+    other = sqlite3.connect(directory / FILE, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    yield
+    other.execute("ROLLBACK")
+    other.close()
+
+
 def test_what_is_needed_for_others_is_written_before(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
     """Blocks are overwritten while another process keeps the writer waiting."""
     with opened(llama_uncompiled_dir, tmp_path, max_tokens=64) as engine:
         answer(engine, PROMPT, 2)
         engine.flush_disk()
-        other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
         prompts = [[*PROMPT[i:], *PROMPT[:i]] for i in range(5, 25, 5)]
-        for prompt in prompts:
-            answer(engine, prompt, 2)
-        other.execute("ROLLBACK")
-        other.close()
+        with writing_elsewhere(tmp_path):
+            for prompt in prompts:
+                answer(engine, prompt, 2)
     with opened(llama_uncompiled_dir, tmp_path, max_tokens=64) as engine:
         for prompt in prompts:
             assert answer(engine, prompt, 2).stats.num_reused_tokens == 44
+
+
+def test_what_comes_faster_than_it_is_written_is_told_once(
+    llama_uncompiled_dir: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_disk, "_MOST_JOBS", 2)
+    with opened(llama_uncompiled_dir, tmp_path) as engine:
+        answer(engine, PROMPT, 2)
+        engine.flush_disk()
+        with writing_elsewhere(tmp_path), warned("faster", "2 sequences") as told:
+            for i in range(1, 8):
+                answer(engine, PROMPT[i:], 2)
+    said(told[0], "faster", tmp_path)
 
 
 @pytest.mark.parametrize("is_over", [True, False], ids=["all", "what was aborted"])
@@ -215,6 +255,42 @@ def test_orchestrator_mode_writes_too(llama_uncompiled_dir: Path, tmp_path: Path
                 steps.close()
     with opened(llama_uncompiled_dir, tmp_path) as engine:
         assert answer(engine, PROMPT, 1).stats.num_reused_tokens == 44
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3.5"])
+def test_others_get_their_tokens_while_blocks_are_read(
+    family: str, make_engine_dir: MakeEngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block a step where there is no time for more; an aborted sequence leaves nothing half read behind."""
+    monkeypatch.setattr(PieceSizes, "piece_s", 0.0)
+    engine_dir = make_engine_dir(make_model(family))
+    with opened(engine_dir, tmp_path / "kv") as engine:
+        first = answer(engine, PROMPT)
+        with engine.without_disk():
+            expected = answer(engine, first.tokens + NEXT)
+    with opened(engine_dir, tmp_path / "kv") as engine:
+        leader = scheduler.Scheduler(engine, pieces=PieceSizes(engine.max_num_tokens, 0.0))
+        leader.add(watched := Sequence.start(Request(1, (3, 4, 5), 100)))
+        leader.step()
+        for is_aborted in (True, False):
+            leader.add(other := Sequence.start(request_of(first.tokens + NEXT)))
+            leader.step()
+            assert other.unread
+            while other.unread:
+                num_unread, num_tokens = len(other.unread), watched.num_generated
+                assert other.num_generated == 0
+                if is_aborted and num_unread < 8:
+                    leader.drop(other)
+                    break
+                leader.step()
+                assert (len(other.unread), watched.num_generated) == (num_unread - 1, num_tokens + 1)
+        while other.finish_reason is None:
+            leader.step()
+        leader.release_all()
+        assert engine.prompt_tokens.num_on_disk == expected.stats.num_reused_tokens > len(PROMPT)
+        assert other.stats.num_reused_tokens == expected.stats.num_reused_tokens
+    assert other.tokens == expected.tokens
+    torch.testing.assert_close(torch.stack(other.logits), torch.stack(expected.logits), atol=1e-3, rtol=1e-3)
 
 
 def test_reading_stops_where_computing_is_faster(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
@@ -247,6 +323,20 @@ def test_a_full_disk_stops_writing_and_nothing_else(llama_uncompiled_dir: Path, 
         engine.clear_cache()
         assert answer(engine, PROMPT).tokens == expected.tokens
     said(told[0], "the disk is full", tmp_path)
+
+
+def test_what_is_read_only_is_read(
+    llama_uncompiled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    with opened(llama_uncompiled_dir, tmp_path) as engine:
+        answer(engine, PROMPT)
+    before = (tmp_path / FILE).read_bytes()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write where others may not
+    with warned("read only") as told, opened(llama_uncompiled_dir, tmp_path, disk_bytes=10**8) as engine:
+        assert answer(engine, PROMPT).stats.num_reused_tokens == 44
+        answer(engine, PROMPT[1:])
+    said(told[0], tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before
 
 
 def damage(path: Path, kind: str) -> None:
