@@ -10,6 +10,7 @@ from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import FirstOf
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.pool import NgramPool
+from runtime.drafters.pools import OwnerPools, PooledLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import lookups
 from runtime.drafters.suffix import SuffixLookup
@@ -25,6 +26,7 @@ MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
     "suffix, growth": lambda: SuffixLookup(growth=2),
     "suffix, public": lambda: SuffixLookup(pool=NgramPool()),
     "suffix, small pool": lambda: SuffixLookup(pool=NgramPool(max_tokens=30)),
+    "suffix, owner": lambda: PooledLookup(SuffixLookup(), OwnerPools()),
     "adaptive": lambda: AdaptiveDrafter(SuffixLookup(), lambda batch_size, context_len, draft_len: 1 + 0.1 * draft_len),
     "adaptive, public": lambda: AdaptiveDrafter(
         NgramLookup(3, pool=NgramPool()), lambda batch_size, context_len, draft_len: 1 + 0.004 * draft_len * batch_size

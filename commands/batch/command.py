@@ -51,7 +51,8 @@ def batch(
     check_readable([files.input_file])
     outputs = [files.output_file, *([] if files.receipts is None else [files.receipts])]
     check_output_files(outputs, [files.input_file, *engine.leader.paths])
-    choice = engine.choose(SamplingParams(), model.max_num_tokens, "leader", answers_many=True).with_disk(disk)
+    choice = engine.choose(SamplingParams(), model.max_num_tokens, "leader", answers_many=True)
+    choice = choice.with_disk(disk).with_pools(engine.speculation)
     choice.check_tokenizer()
 
     from commands.batch.work import start_batch

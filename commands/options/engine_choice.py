@@ -187,6 +187,12 @@ class EngineChoice:
         disk.check(self.kv_cache)
         return replace(self, disk=disk)
 
+    def with_pools(self, options: SpeculationOptions) -> "EngineChoice":
+        """The same with lookups in the pools of a request's owner, unless a flag names other pools."""
+        if options.flags.ngram_pool is not None:
+            return self
+        return replace(self, speculation=self.speculation.with_owner_pools())
+
     @property
     def model_dir(self) -> str | None:
         return self.models.model_dir

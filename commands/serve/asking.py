@@ -5,6 +5,7 @@ import json
 import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 from commands.serve.http.errors import HTTPError, as_http_error
@@ -14,7 +15,9 @@ from commands.serve.served import ServedModel
 from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import GrammarKind, SamplingParams
 from runtime.core.request import Request
-from runtime.drafters.chain import FirstOf
+from runtime.core.scopes import Scope
+from runtime.drafters.chain import FirstOf, LongestMatch
+from runtime.drafters.ngram import LONGEST_MATCH, CorpusLookup
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.prediction import PredictionLookup
 from runtime.drafters.protocol import Drafter
@@ -32,6 +35,8 @@ _DEFAULT_MAX_TOKENS = 16
 
 _MOST_COPIED = 1 << 16
 """Characters of what tools gave, the last ones, that are looked up as they would be written in a call."""
+_MOST_TOOLS = 128
+"""Tools of a request that have pools."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,9 @@ def _ask(
         raise HTTPError(400, "max_tokens is 0 without `echo`: nothing was asked", param="max_tokens")
     params = _params(served, body, max(max_tokens, 1), logprobs)
     drafting = _drafting(served, body)
-    template = dataclasses.replace(served.llm.request_of(params), label="the request")
+    template = dataclasses.replace(served.llm.request_of(params), label="the request", scopes=_scopes(body))
+    if any(scope.kind == "tool" for scope in template.scopes):
+        template = dataclasses.replace(template, decode=partial(_written, served))
     if echoes:
         template = dataclasses.replace(template, num_prompt_logprobs=logprobs)
     asked = []
@@ -126,6 +133,22 @@ def _ask(
                 )
             )
     return asked
+
+
+def _scopes(body: Generation) -> tuple[Scope, ...]:
+    """The scopes of a request's outputs beside its owner, the most specific first."""
+    scopes = [Scope.of("schema", [kind, value]) for _, kind, value in body.forms]
+    if isinstance(body, ChatRequest):
+        tools = [one.function for one in body.callable_tools[:_MOST_TOOLS]]
+        scopes = [Scope.of("tool", one.model_dump(), one.name) for one in tools] + scopes
+        system = [one.text for one in body.messages if one.role in ("system", "developer")]
+        scopes += [Scope.of("system", system)] if system else []
+    return tuple(scopes)
+
+
+def _written(served: ServedModel, tokens: list[int]) -> str:
+    """Text of generated tokens, in which tools' names are looked for."""
+    return str(served.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _with_any_seed(request: Request) -> Request:
@@ -170,7 +193,7 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
     drafter = default
     if isinstance(body.speculative, Speculative):
         try:
-            drafter = _own_drafter(served, body.speculative)
+            drafter = _own_drafter(served, body.speculative, body._corpus_owners)
         except SpecDecError as error:
             raise as_http_error(error, "speculative") from None
     if body.prediction is not None:
@@ -196,20 +219,35 @@ def _copied_tokens(served: ServedModel, body: ChatRequest) -> list[int]:
     return encode_text(served.tokenizer, written[-_MOST_COPIED:])
 
 
-def _own_drafter(served: ServedModel, asked: Speculative) -> Drafter | None:
-    """The lookup that a request names, else the server's own drafter, with drafts no longer than it says."""
+def _own_drafter(served: ServedModel, asked: Speculative, owners: Seq[str | None]) -> Drafter | None:
+    """The lookup that a request names, else the server's own drafter, and the corpora that it names of these owners';
+    with drafts no longer than it says.
+    """
     own = _own_lookup(asked)
     if asked.draft_len is not None:
         served.check_drafts_fit(asked.draft_len, "speculative")
+    longest = served.llm.engine.max_draft_len
     if own is None:
         drafter = served.loop.default_drafter
-        if drafter is None:
+        if drafter is None and not asked.corpora:
             raise HTTPError(400, "this server has no drafter, and the request names none", param="speculative")
     else:
-        Speculation((own,)).check_fits(served.llm.bundle.config.build_config)
-        opened = own.open_lookup(None)
-        drafter = BoundedDrafter(UnderGrammar(opened.drafter), opened.max_draft_len or served.llm.engine.max_draft_len)
-    return drafter if asked.draft_len is None else BoundedDrafter(drafter, asked.draft_len)
+        speculation, pools = Speculation((own,)), served.loop.owner_pools
+        speculation.check_fits(served.llm.bundle.config.build_config)
+        own = own if pools is None else speculation.with_owner_pools().lookup
+        assert own is not None
+        opened = own.open_lookup(None, owner_pools=pools)
+        longest = opened.max_draft_len or longest
+        drafter = BoundedDrafter(UnderGrammar(opened.drafter), longest)
+    if asked.corpora:
+        served.check_drafts_fit(1, "speculative")
+        with served.turn.left():  # an index of several corpora is made when it is first asked for
+            index = served.corpora.find(owners, asked.corpora)
+        of_corpus = BoundedDrafter(UnderGrammar(CorpusLookup(index, LONGEST_MATCH)), longest)
+        drafter = of_corpus if drafter is None else LongestMatch([drafter, of_corpus])
+    if drafter is None or asked.draft_len is None:
+        return drafter
+    return BoundedDrafter(drafter, asked.draft_len)
 
 
 def _own_lookup(asked: Speculative) -> LookupDrafter | None:

@@ -39,7 +39,7 @@ def serve(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, serve
         choice = engine.choose(
             SamplingParams(), inputs.max_num_tokens, "leader", requests_draft=True, answers_many=True
         )
-        choice = choice.with_disk(disk)
+        choice = choice.with_disk(disk).with_pools(engine.speculation)
         choice.check_tokenizer()
 
         from commands.options.sessions import open_setup_of_models

@@ -136,6 +136,15 @@ class ServerOptions:
             metavar="FILE.jsonl",
         ),
     ] = None
+    corpus: Annotated[
+        list[str] | None,
+        option(
+            SERVER,
+            "Corpus of `specdec corpus create` that every client's requests may name; repeatable.",
+            shown="none",
+            metavar="NAME=FILE",
+        ),
+    ] = None
     receipts: Annotated[
         Path | None,
         option(
@@ -154,6 +163,18 @@ class ServerOptions:
         ),
     ] = None
 
+    @property
+    def corpora(self) -> dict[str, Path]:
+        """Files of corpora by their names; UsageError for a flag of another form, or a name that comes twice."""
+        found: dict[str, Path] = {}
+        for given in self.corpus or []:
+            name, sign, path = given.partition("=")
+            if not (name and sign and path) or name in found:
+                what = "names a corpus twice" if name in found else "is not of the form NAME=FILE"
+                raise UsageError(f"`--corpus` {what}: {given}", hint="`--corpus manual=manual.corpus` is an example")
+            found[name] = Path(path)
+        return found
+
     def check(self) -> None:
         """UsageError for a key that no header can carry, or an origin that no browser sends: they lock everyone out;
         and for the name of no format.
@@ -161,6 +182,7 @@ class ServerOptions:
         self._check_certificate()
         if self.warm is not None:
             check_readable([self.warm])
+        check_readable(list(self.corpora.values()))
         if self.receipts is not None:
             check_output_file(self.receipts)
         elif self.receipt_ids is not None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from commands.serve.corpora import Corpora
 from commands.serve.http.errors import HTTPError
 from commands.serve.turn import Turn
 from runtime.checkpoint.gguf.reader import is_gguf
@@ -18,6 +19,7 @@ from runtime.text.call_formats import (
     named_tool_format,
 )
 from runtime.text.chat import has_chat_template
+from runtime.text.text import tokenizer_digest
 from runtime.text.token_text import special_token_ids
 from runtime.util.errors import SpecDecError
 from runtime.util.files import read_json
@@ -111,6 +113,11 @@ class ServedModel:
         if self.reasoning_parser is not None:
             return named_reasoning_format(self.reasoning_parser)
         return self.llm.chat_template.reasoning_format if self.has_chat_template else None
+
+    @cached_property
+    def corpora(self) -> Corpora:
+        """Corpora that requests may name."""
+        return Corpora(self.llm.bundle.config.vocab_size, tokenizer_digest(self.tokenizer))
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

@@ -162,7 +162,7 @@ def open_served(
     if options.receipts is not None:
         on_progress = logging_receipts(options.receipts, llm.fingerprint, options.receipt_ids or "ids", clock)
     loop = ServingLoop(session, limits, on_progress)
-    return ServedModel(
+    served = ServedModel(
         llm,
         loop,
         names,
@@ -175,6 +175,9 @@ def open_served(
         options.any_model,
         session.speculation.in_words,
     )
+    for name, path in options.corpora.items():
+        served.corpora.open(name, path, served.tokenizer)
+    return served
 
 
 def _own_defaults(llm: LLM, options: ServerOptions) -> dict[str, Any]:

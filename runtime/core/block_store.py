@@ -522,14 +522,14 @@ class BlockStore:
             "SELECT id FROM blocks WHERE used<? ORDER BY used, depth DESC LIMIT ?", (used, _AT_ONCE)
         ).fetchall()
         self._remove([block for (block,) in rows])
-        return bool(rows) or self._remove_answers()
+        return bool(rows) or self._remove_texts("outputs") or self._remove_texts("answers")
 
-    def _remove_answers(self) -> bool:
-        """Remove the oldest rows of the table of answers (`runtime.core.answer_table`), if there is one."""
-        if not self._one("SELECT count(*) FROM sqlite_master WHERE name='answers'"):
+    def _remove_texts(self, table: str) -> bool:
+        """Remove the oldest rows of a table of texts (`answer_table`, `output_table`), if it is there."""
+        if not self._one("SELECT count(*) FROM sqlite_master WHERE name=?", table):
             return False
-        oldest = "SELECT id FROM answers ORDER BY id LIMIT ?"
-        return self._db.execute(f"DELETE FROM answers WHERE id IN ({oldest})", (_AT_ONCE,)).rowcount > 0
+        oldest = f"SELECT id FROM {table} ORDER BY id LIMIT ?"
+        return self._db.execute(f"DELETE FROM {table} WHERE id IN ({oldest})", (_AT_ONCE,)).rowcount > 0
 
     def _remove(self, blocks: Seq[int]) -> None:
         self._db.executemany("DELETE FROM parts WHERE block=?", [(block,) for block in blocks])

@@ -16,6 +16,7 @@ from runtime.core.block_store import Record
 from runtime.core.grammar import CompiledGrammar, Matcher
 from runtime.core.params import GREEDY, SamplingConfig
 from runtime.core.sampling import NoValidToken, Sampler, have_kernels
+from runtime.core.scopes import Scope
 from runtime.core.stats import FinishReason, RequestStats, TokenLogprobs
 from runtime.core.thinking import Thinking, ThinkingBudget
 
@@ -26,6 +27,12 @@ class StopCheck(Protocol):
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """True if the last of `tokens` completed a stop word."""
         ...
+
+
+class Decode(Protocol):
+    """Text of generated tokens; owned by code that knows the tokenizer."""
+
+    def __call__(self, tokens: list[int], /) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,12 @@ class Request:
     wants_receipt: bool = False
     """True if the output has a receipt (`runtime.proof`)."""
     cache_salt: str | None = None
-    """Name of its owner: requests find only K/V of others with the same text here. None: of those without one."""
+    """Name of its owner: requests find only K/V, and earlier outputs, of others with the same text here. None: of those
+    without one."""
+    scopes: tuple[Scope, ...] = ()
+    """Scopes of its output beside its owner, the most specific first."""
+    decode: Decode | None = None
+    """Makes the text of an output, in which the names of called tools are looked for; None: none are."""
 
     @property
     def name(self) -> str:

@@ -41,12 +41,13 @@ class Text:
         n, last = self.find_longest(tail, most)
         return n, self.ends_before(tail[-n:], last) if n else []
 
-    def find_longest(self, tail: str, most: int) -> tuple[int, int]:
-        """Like `find`, with the last occurrence only; 0 if there is none. Each search looks for one token more than was
-        found, before the place where that was, so together the searches read the text once.
+    def find_longest(self, tail: str, most: int, more_than: int = 0) -> tuple[int, int]:
+        """Like `find`, with the last occurrence only; (more_than, 0) if no suffix of more tokens occurs. Each search
+        looks for one token more than was found, before the place where that was, so together the searches read the
+        text once.
         """
         characters, num_tail = self.characters, len(tail)
-        n, end, limit, most = 0, 0, len(characters) - 1, min(most, num_tail)
+        n, end, limit, most = more_than, 0, len(characters) - 1, min(most, num_tail)
         while n < most and (start := characters.rfind(tail[num_tail - n - 1 :], 0, limit)) >= 0:
             n, end = n + 1, start + n + 1
             limit = end - 1

@@ -16,7 +16,7 @@ from runtime.drafters.spec import NgramRanking
 from runtime.text.corpus import Corpus
 from runtime.util.errors import UsageError
 
-_LONGEST_MATCH = 32
+LONGEST_MATCH = 32
 """Limit on the reported match length, which predicts acceptance."""
 
 
@@ -79,7 +79,7 @@ class NgramLookup(TextLookup):
             return None
         end = self._choose(history, tail[-size:], last)
         draft = self._continue(tokens, end, draft_len)
-        most = max(_LONGEST_MATCH, self.max_matching_ngram_size)
+        most = max(LONGEST_MATCH, self.max_matching_ngram_size)
         match_len = num_common_before(history.text.characters, end, tail, most)
         return Draft(cut_at_end_id(draft, history.sequence.request.end_ids), match_len=match_len)
 

@@ -13,6 +13,7 @@ from runtime.core.request import Draft, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter, DraftSeconds
 from runtime.drafters.meter import Clock
 from runtime.drafters.pool import NgramPool
+from runtime.drafters.pools import OwnerPools
 from runtime.drafters.protocol import CompositeDrafter, Drafter
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class OpenDrafter:
     self_draft: "SelfDraft | None" = None
     head_draft: "HeadDraft | None" = None
     guarded: "list[GuardedDrafter]" = field(default_factory=list)
+    owner_pools: OwnerPools | None = None
 
     @property
     def is_model(self) -> bool:
@@ -55,6 +57,8 @@ class OpenDrafter:
         """Forget what finished requests left to others."""
         for pool in self.pools:
             pool.clear()
+        if self.owner_pools is not None:
+            self.owner_pools.clear()
 
 
 class Opener(Protocol):
@@ -63,6 +67,10 @@ class Opener(Protocol):
     @property
     def costs(self) -> "CostModel | None":
         """Costs of the target's steps; None: drafts have a fixed length."""
+
+    @property
+    def owner_pools(self) -> OwnerPools:
+        """Pools that all lookups of the engine share."""
 
     def clock(self) -> float: ...
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from runtime.drafters.opened import OpenDrafter, Opener
 
 NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
-PoolKind = Literal["private", "public"]
+PoolKind = Literal["private", "owner", "public"]
 DraftLenMode = Literal["fixed", "auto"]
 """`auto` shortens each draft to the length that is expected to save time, which may be 0; `fixed` sends all of it."""
 Devices = tuple[int, ...] | None

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from runtime.drafters.meter import Clock
     from runtime.drafters.opened import OpenDrafter, Opener
     from runtime.drafters.pool import NgramPool
+    from runtime.drafters.pools import OwnerPools
     from runtime.drafters.protocol import Drafter, DraftFunction
 
 __all__ = [
@@ -64,8 +65,8 @@ ModelLen = Annotated[int, replace(_LENGTH, leader_default=DRAFT_LEN)]
 SharedPool = Annotated[
     PoolKind,
     Setting(
-        "`public` also searches the outputs of the run's finished requests, `private` does not; for suffix matching "
-        "too.",
+        "Finished outputs that lookups search too: `private` none; `owner`, as `serve` and `batch` do without the "
+        "flag, those of the same API key or `cache_salt`, by tool, JSON schema and system prompt; `public` all.",
         flag="ngram_pool",
     ),
 ]
@@ -82,7 +83,7 @@ class LookupDrafter(DrafterSpec):
     @property
     @abstractmethod
     def pool(self) -> PoolKind:
-        """ "public" looks in the outputs of finished requests too."""
+        """Finished outputs in which it looks too: "owner" those of a request's owner, "public" all."""
 
     def make_pool(self) -> "NgramPool":
         from runtime.drafters.pool import NgramPool
@@ -93,19 +94,26 @@ class LookupDrafter(DrafterSpec):
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
         """The bare lookup, without automatic lengths; `pool` if it also searches other requests' outputs."""
 
-    def open_lookup(self, costs: "CostModel | None", clock: "Clock | None" = None) -> "OpenDrafter":
+    def open_lookup(
+        self, costs: "CostModel | None", clock: "Clock | None" = None, owner_pools: "OwnerPools | None" = None
+    ) -> "OpenDrafter":
         """Open the lookup without an engine; its drafts are cut to the length that pays where `costs` are known.
 
-        `clock` as for `AdaptiveDrafter`.
+        `clock` as for `AdaptiveDrafter`. `owner_pools`: those of other lookups, to share; None: its own.
         """
         from runtime.drafters.opened import OpenDrafter, adapted
+        from runtime.drafters.pools import OwnerPools, PooledLookup
 
         pools = [self.make_pool()] if self.pool == "public" else []
         lookup = self.lookup(pools[0] if pools else None)
+        if self.pool == "owner":
+            owner_pools = OwnerPools() if owner_pools is None else owner_pools
+            pooled = PooledLookup(lookup, owner_pools)
+            return OpenDrafter(adapted(pooled, costs, clock=clock), self.max_draft_len, owner_pools=owner_pools)
         return OpenDrafter(adapted(lookup, costs, clock=clock), self.max_draft_len, pools)
 
     def open(self, opening: "Opener") -> "OpenDrafter":
-        return self.open_lookup(opening.costs, opening.clock)
+        return self.open_lookup(opening.costs, opening.clock, opening.owner_pools)
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ class NgramDrafter(LookupDrafter):
     def label(self) -> str:
         sizes = f"{self.min_matching_ngram_size}-" if self.min_matching_ngram_size > 1 else ""
         parts = [f"n-gram {sizes}{self.max_matching_ngram_size}", self.ranking]
-        parts += ["public"] * (self.pool == "public") + ["corpus"] * (self.corpus is not None)
+        parts += [self.pool] * (self.pool != "private") + ["corpus"] * (self.corpus is not None)
         return ", ".join(parts)
 
     @property
@@ -229,7 +237,7 @@ class SuffixDrafter(LookupDrafter):
 
     @property
     def label(self) -> str:
-        return "suffix, public" if self.pool == "public" else "suffix"
+        return "suffix" if self.pool == "private" else f"suffix, {self.pool}"
 
     @classmethod
     def grid(cls, max_draft_len: int) -> list[DrafterSpec]:

@@ -84,7 +84,7 @@ class Speculation:
     @property
     def shares_pool(self) -> bool:
         """True if a request's drafts may come from other requests' outputs."""
-        return any(isinstance(drafter, LookupDrafter) and drafter.pool == "public" for drafter in self.drafters)
+        return any(isinstance(drafter, LookupDrafter) and drafter.pool != "private" for drafter in self.drafters)
 
     @property
     def max_draft_len(self) -> int | None:
@@ -124,6 +124,19 @@ class Speculation:
 
     def with_drafters(self, drafters: Iterable[DrafterSpec]) -> "Speculation":
         return replace(self, drafters=tuple(drafters))
+
+    def with_owner_pools(self) -> "Speculation":
+        """Copy whose private lookups look in their owner's pools too, for commands with many requests. The same where
+        drafts affect sampled tokens: these would depend on what was asked before.
+        """
+        if self.draws_by_probs:
+            return self
+        return self.with_drafters(
+            replace(drafter, pool="owner")  # type: ignore[type-var]
+            if isinstance(drafter, LookupDrafter) and drafter.pool == "private"
+            else drafter
+            for drafter in self.drafters
+        )
 
     def of_target(self, model: str | Path | None) -> "Speculation":
         """Copy for the model of an `LLM`."""

@@ -26,6 +26,7 @@ from runtime.core.batch import Row, context_row, pack, split_long_rows
 from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.core.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
 from runtime.core.request import Request, Sequence
+from runtime.core.scopes import Scope
 from runtime.core.states import States, bytes_per_slot, num_rolled_back, num_slots_of, state_inputs, state_pools
 from runtime.core.stats import PromptTokens, StateStats
 from runtime.engine.devices import check_device_ids
@@ -277,6 +278,15 @@ class Engine:
     def read_answers(self, vocabulary: str, salt: str | None, after: int) -> tuple[list[Answer], int]:
         """An owner's answers on disk that were written after row `after`, the oldest first, and the last row."""
         return ([], after) if self._used_disk is None else self._used_disk.read_answers(vocabulary, salt, after)
+
+    def keep_output(self, salt: str | None, scopes: Seq[Scope], tokens: list[int]) -> None:
+        """Keep an owner's output on disk, if K/V are kept there (`runtime.drafters.pools.OutputStore`)."""
+        if self._used_disk is not None:
+            self._used_disk.keep_output(salt, scopes, tokens)
+
+    def kept_outputs(self, salt: str | None) -> list[tuple[list[Scope], list[int]]]:
+        """An owner's outputs on disk, the oldest first."""
+        return [] if self._used_disk is None else self._used_disk.kept_outputs(salt)
 
     def clear_cache(self) -> None:
         """Forget all K/V of released sequences in memory, so that what comes next starts cold."""

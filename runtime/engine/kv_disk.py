@@ -31,7 +31,9 @@ from runtime.core.answer_table import forget_answers, read_answers, write_answer
 from runtime.core.answers import Answer
 from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Owner, Record, Unwritable, as_bytes
 from runtime.core.kv_cache import BlockManager, CachedBlock, KVPool
+from runtime.core.output_table import read_outputs, write_output
 from runtime.core.request import Sequence
+from runtime.core.scopes import Scope
 from runtime.core.states import States
 from runtime.engine.head_cache import HeadCache
 from runtime.util.cache import digest, digests_of_build_code
@@ -171,6 +173,19 @@ class _AnswerJob:
     blocks: tuple[()] = ()
 
 
+@dataclass(eq=False)
+class _OutputJob:
+    """An output that waits to be written (`runtime.core.output_table`)."""
+
+    salt: str | None
+    scopes: list[Scope]
+    tokens: list[int]
+    blocks: tuple[()] = ()
+
+
+_AnyJob = _Job | _AnswerJob | _OutputJob
+
+
 class KVDisk:
     """The disk of one engine. Its methods are called in the engine's turns, but `flush` and `close`.
 
@@ -197,7 +212,7 @@ class KVDisk:
         self._process_id = os.getpid()
         self._told: set[str] = set()
         self._is_writing = True
-        self._jobs: deque[_Job | _AnswerJob] = deque()
+        self._jobs: deque[_AnyJob] = deque()
         self._waiting: dict[int, _Waiting] = {}
         self._num_copied_bytes = 0
         self._condition = threading.Condition()
@@ -366,7 +381,7 @@ class KVDisk:
             self._submit(_Job(salt, tokens, waiting, self._parts, dict(sequence.kept_states)))
             sequence.kept_states.clear()
 
-    def _submit(self, job: "_Job | _AnswerJob") -> None:
+    def _submit(self, job: _AnyJob) -> None:
         """Have a job done by the thread; the condition is held."""
         self._jobs.append(job)
         if self._thread is None:
@@ -404,6 +419,28 @@ class KVDisk:
                 if self._is_writing and not self._is_closed:
                     self._submit(_AnswerJob(vocabulary, [], found.damaged))
         return found.answers, found.last
+
+    def keep_output(self, salt: str | None, scopes: Seq[Scope], tokens: list[int]) -> None:
+        """Write an owner's output, behind the loop."""
+        if not self._is_writing or os.getpid() != self._process_id:
+            return
+        with self._condition:
+            if len(self._jobs) < _MOST_JOBS and not self._is_closed:
+                self._submit(_OutputJob(salt, list(scopes), tokens))
+
+    def kept_outputs(self, salt: str | None) -> list[tuple[list[Scope], list[int]]]:
+        """An owner's last outputs, the oldest first."""
+        if os.getpid() != self._process_id:
+            return []
+        try:
+            if self._reader.is_replaced():
+                self._reader.reopen()
+            return read_outputs(self._reader, self._reader.owner(self.digest, salt))
+        except TimeoutError:
+            return []
+        except (Damaged, Unwritable, SpecDecError) as error:
+            self._fail(self._reader, error)
+            return []
 
     def _wait_for(self, block: int, content: CachedBlock) -> _Waiting:
         waiting = self._waiting.setdefault(content.id, _Waiting(block, content, self._parts))
@@ -455,7 +492,7 @@ class KVDisk:
             finally:
                 self._forget(job)
 
-    def _next_job(self) -> _Job | _AnswerJob | None:
+    def _next_job(self) -> _AnyJob | None:
         with self._condition:
             self._is_idle = not self._jobs
             self._condition.notify_all()
@@ -465,7 +502,7 @@ class KVDisk:
             self._is_idle = False
             return self._jobs.popleft()
 
-    def _forget(self, job: _Job | _AnswerJob) -> None:
+    def _forget(self, job: _AnyJob) -> None:
         with self._condition:
             for waiting in job.blocks:
                 waiting.num_jobs -= 1
@@ -473,7 +510,7 @@ class KVDisk:
                     self._waiting.pop(waiting.content.id, None)
                     self._num_copied_bytes -= sum(map(len, (waiting.data or {}).values()))
 
-    def _write(self, job: _Job | _AnswerJob) -> None:
+    def _write(self, job: _AnyJob) -> None:
         store = self._writer
         if store.is_replaced():
             store.reopen()
@@ -482,6 +519,9 @@ class KVDisk:
             write_answers(store, job.vocabulary, job.answers)
             return
         owner = store.make_owner(self.digest, job.salt, self._model)
+        if isinstance(job, _OutputJob):
+            write_output(store, owner, job.scopes, job.tokens)
+            return
         found = store.find(owner, job.tokens, self._block_size)
         names = {part.name for part in job.parts}
         ids, path = list[int](), owner.path

@@ -21,6 +21,7 @@ from runtime.drafters.custom import GuardedDrafter
 from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.opened import BoundedDrafter, DraftModelSettings, ModelSettings, OpenDrafter, adapted
 from runtime.drafters.parallel import ParallelDraftModel
+from runtime.drafters.pools import OwnerPools
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.translated import TranslatedDraftModel
@@ -60,6 +61,7 @@ class Opening:
     end_ids: frozenset[int] = frozenset()
     """The target's."""
     stack: ExitStack = field(default_factory=ExitStack)
+    owner_pools: OwnerPools = field(default_factory=OwnerPools)
 
     def clock(self) -> float:
         """Seconds, by which steps are timed: the whole turn of a loop, for drafts are work outside the step too."""
@@ -110,7 +112,7 @@ class _AnswersOnDisk:
 def open_drafter(speculation: Speculation, opening: Opening) -> Iterator[OpenDrafter]:
     """Open a drafter, or several as one, until the block ends. Tokens that a grammar forces are drafted too."""
     with ExitStack() as stack:
-        opening = replace(opening, stack=stack)
+        opening = replace(opening, stack=stack, owner_pools=OwnerPools(opening.engine))
         is_one = len(speculation.drafters) == 1
         opened = speculation.drafters[0].open(opening) if is_one else _open_chain(speculation, opening)
         yield replace(opened, drafter=UnderGrammar(opened.drafter, is_model=opened.is_model))
@@ -232,6 +234,7 @@ def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
         next((one.self_draft for one in opened if one.self_draft), None),
         next((one.head_draft for one in opened if one.head_draft), None),
         [guarded for one in opened for guarded in one.guarded],
+        next((one.owner_pools for one in opened if one.owner_pools), None),
     )
 
 

@@ -196,6 +196,8 @@ class ServingLoop:
         self, session: Session, limits: LoopLimits | int, on_progress: Callable[[list[RequestHandle]], None]
     ) -> None:
         self.engine, self._draft_engine = session.engine, session.draft_engine
+        self.owner_pools = session.opened.owner_pools if session.opened else None
+        """Pools of earlier outputs, if the server's drafter looks in them."""
         self.limits = LoopLimits(limits) if isinstance(limits, int) else limits
         self.max_queue_len = self.limits.max_queue_len
         self.totals = EngineStats()

@@ -168,20 +168,17 @@ class _Run(NamedTuple):
 class Corpus:
     """An open corpus. A lookup reads only the bytes it needs."""
 
-    def __init__(self, path: Path, info: CorpusInfo, file: BinaryIO, offsets: dict[str, Range]) -> None:
-        self.path, self.info = path, info
+    def __init__(self, path: Path, info: CorpusInfo, data: bytes | CorpusFile, offsets: dict[str, Range]) -> None:
+        self.path, self.info, self._bytes = path, info, data
         self._offsets, (self._first, _) = offsets, offsets["tokens"]
         self.num_bytes = max(end for _, end in offsets.values())
         start, end = offsets["suffix_array"]
         row_bytes = (end - start) // info.num_tokens
-        open_file = CorpusFile(path, file)
-        self._bytes: bytes | CorpusFile = open_file
-        self._rows: Sequence[int] = Rows(open_file, start, info.num_tokens, row_bytes)
-        if self.num_bytes <= _MAX_BYTES_COPIED:
-            self._bytes = open_file.read(0, self.num_bytes)
-            if len(self._bytes) < self.num_bytes:  # it is shorter by now
-                raise_replaced(path)
-            self._rows = memoryview(self._bytes)[start:end].cast("i" if row_bytes == 4 else "q")
+        self._rows: Sequence[int]
+        if isinstance(data, CorpusFile):
+            self._rows = Rows(data, start, info.num_tokens, row_bytes)
+        else:
+            self._rows = memoryview(data)[start:end].cast("i" if row_bytes == 4 else "q")
         # What follows the most frequent n-grams takes longest to find, and is asked for most often.
         self._runs = lru_cache(_NUM_KEPT)(self._find_runs)
         self._rows_of = lru_cache(None)(self._find_rows)  # as many as there are tokens
@@ -198,10 +195,26 @@ class Corpus:
             info, offsets = _read_info(file, path)
             if file_digest(path, _content_ranges(offsets)) != info.content_digest:
                 _raise_changed(path)
-            corpus = cls(path, info, file, offsets)
+            data: bytes | CorpusFile = CorpusFile(path, file)
+            num_bytes = max(end for _, end in offsets.values())
+            if isinstance(data, CorpusFile) and num_bytes <= _MAX_BYTES_COPIED:
+                data = data.read(0, num_bytes)
+                if len(data) < num_bytes:  # it is shorter by now
+                    raise_replaced(path)
+            corpus = cls(path, info, data, offsets)
             if stamp_of(path.stat()) != stamp:
                 raise_replaced(path)
             return corpus
+
+    @classmethod
+    def of(cls, name: str, documents: Iterable[Sequence[int] | Array], vocab_size: int, tokenizer: str) -> "Corpus":
+        """A corpus in memory alone. `tokenizer` is the tokenizer's digest. SpecDecError as for `write_corpus`."""
+        path = Path(name)
+        tokens, num_documents = _joined(path, documents, vocab_size)
+        rows = suffix_array(tokens)
+        info = CorpusInfo(vocab_size, tokenizer, num_documents, len(rows), content_digest="")
+        offsets = {"tokens": (0, tokens.nbytes), "suffix_array": (tokens.nbytes, tokens.nbytes + rows.nbytes)}
+        return cls(path, info, tokens.tobytes() + rows.tobytes(), offsets)
 
     def check_is_the_same(self) -> None:
         """SpecDecError if a large file was cut or written over since it was opened, since its bytes are read as they
@@ -359,6 +372,19 @@ def write_corpus(
     path: Path, documents: Iterable[Sequence[int] | Array], *, vocab_size: int, tokenizer_digest: str, replace: bool
 ) -> CorpusInfo:
     """Write a corpus of these documents, completely or not at all; SpecDecError for an empty or invalid document."""
+    tokens, num_documents = _joined(path, documents, vocab_size)
+    rows = suffix_array(tokens)
+    digest = _content_digest(tokens, rows)
+    info = CorpusInfo(vocab_size, tokenizer_digest, num_documents, len(rows), digest)
+    info = replace_fields(info, info_digest=document_digest(as_json(info), _INFO_DIGEST))
+    metadata = {_KEY: json.dumps(as_json(info))}
+    with new_file(path, replace=replace) as temporary:
+        save_file({"tokens": tokens, "suffix_array": rows}, temporary, metadata=metadata)
+    return info
+
+
+def _joined(path: Path, documents: Iterable[Sequence[int] | Array], vocab_size: int) -> tuple[Array, int]:
+    """The documents' tokens, each document closed by -1, and the number of documents."""
     pieces = []
     for number, document in enumerate(documents, 1):
         tokens = np.asarray(document, dtype=np.int64)
@@ -373,15 +399,7 @@ def write_corpus(
         pieces.append(np.append(tokens, -1).astype("<i4"))
     if not pieces:
         raise SpecDecError(f"a corpus needs a document: {path}", hint="give it a text or traces")
-    tokens = np.concatenate(pieces)
-    rows = suffix_array(tokens)
-    digest = _content_digest(tokens, rows)
-    info = CorpusInfo(vocab_size, tokenizer_digest, len(pieces), len(rows), digest)
-    info = replace_fields(info, info_digest=document_digest(as_json(info), _INFO_DIGEST))
-    metadata = {_KEY: json.dumps(as_json(info))}
-    with new_file(path, replace=replace) as temporary:
-        save_file({"tokens": tokens, "suffix_array": rows}, temporary, metadata=metadata)
-    return info
+    return np.concatenate(pieces), len(pieces)
 
 
 def merge_corpora(path: Path, corpora: Sequence[Corpus], *, replace: bool) -> CorpusInfo:

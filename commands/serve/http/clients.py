@@ -33,6 +33,14 @@ def salted(asked: Seq[ServeRequest], scope: Mapping[str, Any], given: str | None
     return [replace(one, request=replace(one.request, cache_salt=salt)) for one in asked]
 
 
+def corpus_owners(scope: Mapping[str, Any], given: str | None) -> tuple[str | None, ...]:
+    """Owners whose corpora a request may name: its salt's, then its API key's, or the owner of requests without either.
+    The first one owns the corpora that it adds.
+    """
+    own = scope.get(SALT_OF_SCOPE)
+    return (own,) if given is None else (" ".join(filter(None, (own, f"salt {given}"))), own)
+
+
 def client_of(scope: Mapping[str, Any], user: str | None) -> bytes:
     """A digest that is equal for all requests of a client.
 

@@ -25,18 +25,22 @@ from commands.serve.protocol.answers import (
     ResponseAnswer,
 )
 from commands.serve.protocol.schema import (
+    AddCorpusRequest,
     ChatRequest,
     CompletionRequest,
     CountRequest,
     DetokenizeRequest,
     MessagesRequest,
+    RemoveCorpusRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
+from runtime.core.scopes import KINDS
 from runtime.loop.serving import RequestHandle, ServingLoop
 
 _BODIES = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, TokenizeRequest, DetokenizeRequest,
+    AddCorpusRequest, RemoveCorpusRequest,
 )  # fmt: skip
 _ANSWERS = (CompletionAnswer, ChatAnswer, ResponseAnswer, MessageAnswer, ModelsAnswer, ModelAnswer)
 _MODELS: list[tuple[type[Any], Any]] = [(model, "validation") for model in (*_BODIES, *_ANSWERS)]
@@ -234,6 +238,18 @@ class _LoopCollector(Collector):
             "position",
             [(str(i), count) for i, count in enumerate(list(totals.num_accepted_per_position))],
         )
+        if (pools := loop.owner_pools) is not None:
+            of_kinds = (
+                (
+                    "specdec:num_pools",
+                    "Pools of earlier outputs, by what their requests have in common.",
+                    pools.num_pools,
+                ),
+                ("specdec:num_pool_tokens", "Tokens in these pools.", pools.num_tokens),
+            )
+            for name, help_text, counts in of_kinds:
+                gauge = GaugeMetricFamily(name, help_text, labels=["model_name", "scope"])
+                yield self._filled(gauge, [((kind,), counts[kind]) for kind in KINDS])
         yield self._by_label(
             "request_success", "Sequences that ended.", "finished_reason", list(totals.num_finished.items())
         )

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.http.bodies import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
-from commands.serve.http.clients import client_of, salted
+from commands.serve.http.clients import client_of, corpus_owners, salted
 from commands.serve.http.errors import FieldNames, HTTPError, fields_named
 from commands.serve.http.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
 from commands.serve.http.other_routes import what_is_there
@@ -37,12 +37,14 @@ from commands.serve.protocol.conversations import chat_tokens
 from commands.serve.protocol.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of
 from commands.serve.protocol.replies import TokenTexts
 from commands.serve.protocol.schema import (
+    AddCorpusRequest,
     ChatRequest,
     CompletionRequest,
     CountRequest,
     DetokenizeRequest,
     Generation,
     MessagesRequest,
+    RemoveCorpusRequest,
     ResponsesRequest,
     TokenizeRequest,
     parse_body,
@@ -94,6 +96,7 @@ class Server:
 
         def prepare() -> tuple[G, list[ServeRequest], FieldNames]:
             body = parse_body(raw, model)
+            body._corpus_owners = corpus_owners(request.scope, body.cache_salt)
             self._check_name(request, body.model)
             names = FieldNames(body.field_names)
             with fields_named(names):
@@ -113,6 +116,7 @@ class Server:
             self._check_name(request, getattr(body, "model", None))
             with fields_named(FieldNames({}, body.CHAT_FIELDS)):
                 chat = translate(body)
+            chat._corpus_owners = corpus_owners(request.scope, chat.cache_salt)
             names = FieldNames(chat.field_names, body.CHAT_FIELDS)
             with fields_named(names):
                 return body, chat, ask_chat(self.served, chat), names
@@ -164,6 +168,7 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
     app.include_router(_messages_routes(server))
     app.include_router(_model_routes(server, version))
     app.include_router(_token_routes(server))
+    app.include_router(_corpus_routes(server))
     app.add_exception_handler(HTTPError, _on_http_error)
     app.add_exception_handler(SpecDecError, _on_error)
     app.add_exception_handler(HTTPException, _on_routing_error)
@@ -361,6 +366,46 @@ def _token_routes(server: Server) -> APIRouter:
     async def tokenizer_info() -> dict[str, Any]:
         """Tokenizer information for clients that make prompts themselves."""
         return served.tokenizer_info
+
+    return router
+
+
+def _corpus_routes(server: Server) -> APIRouter:
+    """Corpora by SGLang's routes (`commands.serve.corpora`); errors have the form of this server's other errors."""
+    router, served = APIRouter(responses=_REFUSED), server.served
+
+    @router.post("/add_external_corpus", **_body(AddCorpusRequest))
+    async def add_external_corpus(request: Request) -> dict[str, Any]:
+        """Add texts in which drafts for the client's requests are looked up."""
+        raw = await _read_body(request)
+
+        def work() -> dict[str, Any]:
+            body = parse_body(raw, AddCorpusRequest)
+            if body.file_path is not None:
+                what = "requests name no files: send `documents`, or start the server with `--corpus NAME=FILE`"
+                raise HTTPError(400, what, param="file_path", code="unsupported")
+            owner = corpus_owners(request.scope, body.cache_salt)[0]
+            documents = [encode_text(served.tokenizer, text) for text in body.documents or ()]
+            with served.turn.left():
+                name, num_tokens = served.corpora.add(owner, body.corpus_id, documents)
+            return {"success": True, "corpus_id": name, "message": "", "loaded_token_count": num_tokens}
+
+        return await server.aside(work)
+
+    @router.post("/remove_external_corpus", **_body(RemoveCorpusRequest))
+    async def remove_external_corpus(request: Request) -> dict[str, Any]:
+        """Remove a corpus that the client added."""
+        body = parse_body(await _read_body(request), RemoveCorpusRequest)
+        served.corpora.remove(corpus_owners(request.scope, body.cache_salt)[0], body.corpus_id)
+        return {"success": True, "message": ""}
+
+    @router.get("/list_external_corpora")
+    async def list_external_corpora(request: Request, cache_salt: str | None = None) -> dict[str, Any]:
+        """Numbers of tokens of the corpora that the client's requests may name."""
+        counts: dict[str, int] = {}
+        for owner in reversed(corpus_owners(request.scope, cache_salt)):
+            counts |= served.corpora.num_tokens(owner)
+        return {"success": True, "corpus_token_counts": counts, "message": ""}
 
     return router
 

@@ -71,10 +71,21 @@ class StreamOptions(Lenient):
     continuous_usage_stats: bool | None = None
 
 
+CorpusName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
 class OwnLength(Lenient):
     model_config = ConfigDict(extra="forbid")
 
     draft_len: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="The longest draft.")
+    corpus: CorpusName | Annotated[list[CorpusName], Field(min_length=1, max_length=16)] | None = Field(
+        None, description="Corpora that are searched too, by their names."
+    )
+
+    @property
+    def corpora(self) -> list[str]:
+        """Names of the corpora."""
+        return [self.corpus] if isinstance(self.corpus, str) else self.corpus or []
 
 
 def _config_fields() -> dict[str, Any]:
@@ -366,6 +377,9 @@ class Generation(Forms, Budgets, Described):
     """Fields common to completions and chat that are not described by `REQUEST_FIELDS`."""
 
     PROTOCOL: ClassVar[Protocol]
+
+    _corpus_owners: tuple[str | None, ...] = PrivateAttr((None,))
+    """Owners whose corpora it may name (`commands.serve.corpora`)."""
 
     model: str | None = Field(None, description="The model's name; 404 for another one.")
     stream: bool | None = None
@@ -820,6 +834,22 @@ class TokenizeRequest(Conversation):
 class DetokenizeRequest(Lenient):
     model: str | None = None
     tokens: list[TokenId]
+
+
+class AddCorpusRequest(Lenient):
+    """A corpus to add, as SGLang's clients ask for it."""
+
+    corpus_id: CorpusName | None = Field(None, description="Its name; one is made up for none.")
+    documents: Annotated[list[str], Field(min_length=1, max_length=1 << 16)] | None = Field(
+        None, description="The texts."
+    )
+    file_path: str | None = Field(None, description="SGLang's; refused, for requests name no files.")
+    cache_salt: CacheSalt = None
+
+
+class RemoveCorpusRequest(Lenient):
+    corpus_id: CorpusName
+    cache_salt: CacheSalt = None
 
 
 def _asks_nothing(*neutral: Any) -> Callable[[Any], bool]:

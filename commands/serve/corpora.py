@@ -1,0 +1,122 @@
+"""Corpora of a server: texts that clients add by name, in which drafts for their requests are looked up.
+
+A corpus belongs to the owner that added it, as keys and values do (`Request.cache_salt`); those that the server was
+started with are everybody's. Several corpora of a request are searched as one index, so that what follows a text most
+often in all of them is drafted. They are in memory alone, and their number and size are bounded.
+"""
+
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from commands.serve.http.errors import HTTPError
+from runtime.loop.compatibility import check_corpus
+from runtime.text.corpus import Array, Corpus
+
+MOST_TOKENS, MOST_TOKENS_OF_OWNER, MOST_OF_OWNER = 10_000_000, 2_000_000, 64
+_MOST_INDICES = 16
+"""Indices of several corpora that are kept, those that were asked for last."""
+Owner = str | None
+_SERVER = "the server"
+"""Owner of the corpora that every client has."""
+
+
+class Corpora:
+    """The corpora of all owners; `vocab_size` and `tokenizer`, a digest, are the model's."""
+
+    def __init__(self, vocab_size: int, tokenizer: str) -> None:
+        self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        self._lock = Lock()
+        self._corpora: dict[Owner, dict[str, Corpus]] = {}
+        self._indices: OrderedDict[tuple[int, ...], tuple[tuple[Corpus, ...], Corpus]] = OrderedDict()
+        """Indices of several corpora, by the ids of these, which stand beside their index."""
+
+    def open(self, name: str, path: Path, tokenizer: object) -> None:
+        """Open a file for all clients. SpecDecError if it is no corpus, or one of another tokenizer."""
+        corpus = Corpus.open(path)
+        check_corpus(corpus, tokenizer, self._vocab_size)  # type: ignore[arg-type]
+        self._corpora.setdefault(_SERVER, {})[name] = corpus
+
+    def add(self, owner: Owner, name: str | None, documents: Seq[Seq[int]]) -> tuple[str, int]:
+        """Add a corpus of these documents; returns its name, made up if none is given, and its number of tokens."""
+        name = uuid.uuid4().hex if name is None else name
+        num_tokens = sum(map(len, documents))
+        if not num_tokens:
+            raise HTTPError(400, "the documents have no tokens", param="documents", code="empty_corpus")
+        with self._lock:
+            self._check_room(owner, name, num_tokens)
+        corpus = Corpus.of(name, [one for one in documents if len(one)], self._vocab_size, self._tokenizer)
+        with self._lock:
+            self._check_room(owner, name, num_tokens)  # of several that were indexed at once the first has the name
+            self._corpora.setdefault(owner, {})[name] = corpus
+        return name, num_tokens
+
+    def _check_room(self, owner: Owner, name: str, num_tokens: int) -> None:
+        own = self._of(owner)
+        if name in own or name in self._of(_SERVER):
+            raise HTTPError(400, f"there is a corpus of this name: {name}", param="corpus_id", code="corpus_exists")
+        if len(own) >= MOST_OF_OWNER:
+            what = f"a client has at most {MOST_OF_OWNER} corpora: remove one"
+            raise HTTPError(400, what, param="corpus_id", code="too_many_corpora")
+        others = (corpora for them, corpora in self._corpora.items() if them not in (owner, _SERVER))
+        num_others = sum(map(_num_tokens, others))
+        for most, num_there, whose in (
+            (MOST_TOKENS_OF_OWNER, _num_tokens(own), "a client's corpora have"),
+            (MOST_TOKENS, num_others + _num_tokens(own), "the corpora of all clients have"),
+        ):
+            if num_there + num_tokens > most:
+                what = f"{whose} at most {most:,} tokens: {num_there:,} and {num_tokens:,} of this one"
+                raise HTTPError(400, what, param="documents", code="corpus_too_large")
+
+    def remove(self, owner: Owner, name: str) -> None:
+        """Remove an owner's corpus; what is on its way goes on with it."""
+        with self._lock:
+            corpus = self._corpora.get(owner, {}).pop(name, None)
+            if corpus is None:
+                raise _unknown(name, "corpus_id")
+            if not self._corpora[owner]:
+                del self._corpora[owner]
+            for key in [key for key, (members, _) in self._indices.items() if corpus in members]:
+                del self._indices[key]
+
+    def num_tokens(self, owner: Owner) -> dict[str, int]:
+        """Numbers of tokens of an owner's corpora, and of those that all clients have."""
+        return {name: corpus.info.num_tokens for name, corpus in (self._of(_SERVER) | self._of(owner)).items()}
+
+    def find(self, owners: Seq[Owner], names: Seq[str]) -> Corpus:
+        """One index of the named corpora, each the first owner's that has one, or everybody's."""
+        found = tuple(self._one(owners, name) for name in dict.fromkeys(names))
+        if len(found) == 1:
+            return found[0]
+        key = tuple(sorted(map(id, found)))
+        known = self._indices.get(key)
+        if known is None:
+            documents: list[Array] = [np.asarray(one) for corpus in found for one in corpus.documents()]
+            known = found, Corpus.of(" and ".join(names), documents, self._vocab_size, self._tokenizer)
+        with self._lock:
+            self._indices[key] = known
+            self._indices.move_to_end(key)
+            if len(self._indices) > _MOST_INDICES:
+                self._indices.popitem(last=False)
+        return known[1]
+
+    def _one(self, owners: Seq[Owner], name: str) -> Corpus:
+        for owner in (*owners, _SERVER):
+            if (corpus := self._of(owner).get(name)) is not None:
+                return corpus
+        raise _unknown(name, "speculative")
+
+    def _of(self, owner: Owner) -> dict[str, Corpus]:
+        return self._corpora.get(owner, {})
+
+
+def _num_tokens(corpora: dict[str, Corpus]) -> int:
+    return sum(corpus.info.num_tokens for corpus in list(corpora.values()))
+
+
+def _unknown(name: str, param: str) -> HTTPError:
+    return HTTPError(400, f"there is no corpus of this name: {name}", param=param, code="corpus_not_found")

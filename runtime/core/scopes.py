@@ -1,0 +1,32 @@
+"""Scopes of a request: what its output has in common with other outputs, such as the tools that it may call.
+
+Pools of earlier outputs are kept by scope (`runtime.drafters.pools`). Every request has the scope of its owner; the
+others are made of its body. A scope is known by a digest, so no text is kept for it.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+ScopeKind = Literal["tool", "schema", "system", "owner"]
+KINDS: tuple[ScopeKind, ...] = get_args(ScopeKind)
+"""The most specific first."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """`name` is a tool's: an output belongs to the tools whose names are in its text."""
+
+    kind: ScopeKind
+    digest: str = ""
+    name: str = ""
+
+    @classmethod
+    def of(cls, kind: ScopeKind, content: Any, name: str = "") -> "Scope":
+        """The scope of a system prompt, a JSON schema or a tool's definition; equal contents have equal scopes."""
+        written = json.dumps(content, sort_keys=True, ensure_ascii=True, default=str).encode()
+        return cls(kind, hashlib.blake2b(written, digest_size=16).hexdigest(), name)
+
+
+OWNER = Scope("owner")
