@@ -236,8 +236,9 @@ class _Command(TyperCommand):
             raise
 
     def make_parser(self, ctx: Any) -> Any:
-        """With `--no-streaming` for `--streaming`, which puts off what a variable or a file of settings says, and
-        `--cache` for `--no-cache`. `--help` does not list these."""
+        """Make a parser that also knows `--no-streaming` for `--streaming`, which puts off what a variable or a file of
+        settings says, and `--cache` for `--no-cache`. `--help` does not list these flags.
+        """
         parser = super().make_parser(ctx)
         switches = [param for param in self.params if isinstance(param, TyperOption) and param.is_bool_flag]
         taken = {normalize_name(name.lstrip("-"), self.name or "") for param in self.params for name in param.opts}

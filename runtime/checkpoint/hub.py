@@ -19,7 +19,7 @@ from runtime.util.errors import SpecDecError
 
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _SITE = r"(?:hf://|(?:https?://)?(?:hf\.co|huggingface\.co)/)"
-"""What other programs write in front of a repository."""
+"""Beginning of an address that other programs, and the hub's pages, have in front of a repository's name."""
 _NAME = re.compile(rf"(?:{_SITE})?" r"(?P<repo>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<choice>\w[\w./-]*))?")
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _FORMAT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q|TQ)\d\w*|MXFP4\w*|NVFP4|BF16|F?P?(?:16|32)|F16|F32)$", re.IGNORECASE)

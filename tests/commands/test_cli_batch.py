@@ -160,11 +160,23 @@ def test_a_request_that_fails_has_its_error_and_the_next_is_answered(
 
 
 def test_auto_drafts_the_answers_of_earlier_lines(batch: Batch, tmp_path: Path) -> None:
-    """Four of twelve equal lines run at once, all that the engine takes; the others take two steps each."""
+    """Four of twelve equal lines run at once, all that the engine takes; the others take two steps each.
+
+    The lookup alone has no pool, which would draft the answers of earlier lines too.
+    """
     rows = [openai(f"{i}", prompt=PROMPTS[0], max_tokens=22, temperature=0, ignore_eos=True) for i in range(12)]
     steps = {}
-    for name in ("SUFFIX", "AUTO"):
-        flags = ["--spec-decode-algo", name, "--spec-decode-max-draft-len", 10, "--draft-len-mode", "fixed", "--json"]
+    for name, pool in (("SUFFIX", ["--ngram-pool", "private"]), ("AUTO", [])):
+        flags = [
+            *pool,
+            "--spec-decode-algo",
+            name,
+            "--spec-decode-max-draft-len",
+            10,
+            "--draft-len-mode",
+            "fixed",
+            "--json",
+        ]
         document = batch(rows, *flags, output=f"{name}.jsonl").document
         steps[name] = document["num_generated_tokens"] / document["tokens_per_step"]
         assert len({tuple(texts(row)) for row in results(tmp_path / f"{name}.jsonl")}) == 1

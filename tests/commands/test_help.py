@@ -95,4 +95,6 @@ def test_help_is_shown_before_any_command_is_imported(specdec: Specdec) -> None:
     )
     for words in (["--help"], ["serve", "-h"]):
         shown = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
-        assert (shown.returncode, shown.stdout) == (0, specdec(*words).stdout), shown.stderr
+        own = specdec(*words)
+        assert own.exit_code == 0, own.stderr
+        assert (shown.returncode, shown.stdout) == (0, own.stdout), shown.stderr

@@ -89,7 +89,7 @@ def test_every_flag_of_every_command_may_be_a_variable_or_a_key(
 
 
 def test_every_switch_can_be_put_off_on_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever a file says, without a word more in `--help`."""
+    """Put off what a file puts on, by a flag that `--help` does not list."""
     root = typer.Context(typer.main.get_command(app))
     for name, command in commands_of(root).items():
         kept = [one for one in command.params if one.param_type_name == "option" and one.name not in NOT_IN_FILES]
@@ -111,7 +111,7 @@ def _opposite(flag: str) -> str:
 
 
 def test_a_file_merges_mappings_as_yaml_does(place: Path, specdec: Specdec) -> None:
-    """What stands in a section itself holds, then the first mapping that has the key, wherever they stand."""
+    """A section's own key holds, then that of the first mapping that has it."""
     Path("prod.yaml").write_text(
         "base: &base\n  max_seq_len: 2048\n  temperature: 0.5\n  streaming: true\n"
         "run: &run\n  <<: *base\n  temperature: 0.7\n"

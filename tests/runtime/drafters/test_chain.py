@@ -10,9 +10,11 @@ from sentences import Said
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import LoopTimes
 from runtime.drafters.adaptive import AdaptiveDrafter
+from runtime.drafters.answers import AnswersFirst
 from runtime.drafters.chain import BestOf, FirstOf, LongestMatch
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.opened import BoundedDrafter
+from runtime.drafters.pools import OwnerPools, PooledLookup
 from runtime.drafters.protocol import CompositeDrafter, Drafter
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.loop.session import Session, _TimedDrafter
@@ -88,6 +90,8 @@ class Ahead(Picky):
 COMPOSITES: dict[type[CompositeDrafter], Callable[[Drafter], CompositeDrafter]] = {
     FirstOf: lambda member: FirstOf([Recorder({}), member]),
     LongestMatch: lambda member: LongestMatch([member, Recorder({})]),
+    AnswersFirst: lambda member: AnswersFirst(Recorder({}), member),
+    PooledLookup: lambda member: PooledLookup(member, OwnerPools()),
     BestOf: lambda member: BestOf([member], [], lambda *place: 1.0, 32),
     BoundedDrafter: lambda member: BoundedDrafter(member, 4),
     UnderGrammar: UnderGrammar,

@@ -246,7 +246,7 @@ def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, k
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 def test_a_tied_engine_has_its_embeddings_once(tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the output layer's integers, from which a token's row is made. Gemma 3 270M had 335 MB more in bfloat16."""
+    """Rows are made from the output layer's integers. Gemma 3 270M had 335 MB more in bfloat16."""
     save_gguf(tmp_path / "model.gguf", Q.Q4_1, architecture="gemma3", is_tied=True)
     convert(tmp_path / "model.gguf", tmp_path / "checkpoint", "bfloat16", replace=False, progress=lambda *_: None)
     stored, found = list[int](), list[torch.Tensor]()
