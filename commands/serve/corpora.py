@@ -17,7 +17,7 @@ from commands.serve.http.errors import HTTPError
 from runtime.loop.compatibility import check_corpus
 from runtime.text.corpus import Array, Corpus
 
-MOST_TOKENS, MOST_TOKENS_OF_OWNER, MOST_OF_OWNER = 10_000_000, 2_000_000, 64
+MOST_TOKENS, MOST_TOKENS_OF_CLIENT, MOST_OF_CLIENT = 10_000_000, 2_000_000, 64
 _MOST_INDICES = 16
 """Indices of several corpora that are kept, those that were asked for last."""
 Owner = str | None
@@ -32,6 +32,8 @@ class Corpora:
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self._lock = Lock()
         self._corpora: dict[Owner, dict[str, Corpus]] = {}
+        self._client_of: dict[Owner, Owner] = {}
+        """The client that each owner belongs to: one API key has an owner for each `cache_salt`."""
         self._indices: OrderedDict[tuple[int, ...], tuple[tuple[Corpus, ...], Corpus]] = OrderedDict()
         """Indices of several corpora, by the ids of these, which stand beside their index."""
 
@@ -41,17 +43,22 @@ class Corpora:
         check_corpus(corpus, tokenizer, self._vocab_size)  # type: ignore[arg-type]
         self._corpora.setdefault(_SERVER, {})[name] = corpus
 
-    def add(self, owner: Owner, name: str | None, documents: Seq[Seq[int]]) -> tuple[str, int]:
-        """Add a corpus of these documents; returns its name, made up if none is given, and its number of tokens."""
+    def add(self, owners: Seq[Owner], name: str | None, documents: Seq[Seq[int]]) -> tuple[str, int]:
+        """Add a corpus of these documents to the first of the owners, which all are the last one, a client; returns its
+        name, made up if none is given, and its number of tokens.
+        """
+        owner, client = owners[0], owners[-1]
         name = uuid.uuid4().hex if name is None else name
         num_tokens = sum(map(len, documents))
         if not num_tokens:
             raise HTTPError(400, "the documents have no tokens", param="documents", code="empty_corpus")
         with self._lock:
+            self._client_of[owner] = client
             self._check_room(owner, name, num_tokens)
         corpus = Corpus.of(name, [one for one in documents if len(one)], self._vocab_size, self._tokenizer)
         with self._lock:
             self._check_room(owner, name, num_tokens)  # of several that were indexed at once the first has the name
+            self._client_of[owner] = client  # the last corpus may have been removed meanwhile
             self._corpora.setdefault(owner, {})[name] = corpus
         return name, num_tokens
 
@@ -59,18 +66,21 @@ class Corpora:
         own = self._of(owner)
         if name in own or name in self._of(_SERVER):
             raise HTTPError(400, f"there is a corpus of this name: {name}", param="corpus_id", code="corpus_exists")
-        if len(own) >= MOST_OF_OWNER:
-            what = f"a client has at most {MOST_OF_OWNER} corpora: remove one"
+        clients = [corpora for them, corpora in self._corpora.items() if them != _SERVER]
+        client = self._client_of[owner]
+        of_client = [corpora for them, corpora in self._corpora.items() if self._client_of.get(them, _SERVER) == client]
+        if sum(map(len, of_client)) >= MOST_OF_CLIENT:
+            what = f"a client has at most {MOST_OF_CLIENT} corpora: remove one"
             raise HTTPError(400, what, param="corpus_id", code="too_many_corpora")
-        others = (corpora for them, corpora in self._corpora.items() if them not in (owner, _SERVER))
-        num_others = sum(map(_num_tokens, others))
-        for most, num_there, whose in (
-            (MOST_TOKENS_OF_OWNER, _num_tokens(own), "a client's corpora have"),
-            (MOST_TOKENS, num_others + _num_tokens(own), "the corpora of all clients have"),
-        ):
-            if num_there + num_tokens > most:
-                what = f"{whose} at most {most:,} tokens: {num_there:,} and {num_tokens:,} of this one"
-                raise HTTPError(400, what, param="documents", code="corpus_too_large")
+        num_own = sum(map(_num_tokens, of_client))
+        what = ""
+        if num_own + num_tokens > MOST_TOKENS_OF_CLIENT:
+            whole = f"{num_own:,} and {num_tokens:,} of this one"
+            what = f"a client's corpora have at most {MOST_TOKENS_OF_CLIENT:,} tokens: {whole}"
+        elif sum(map(_num_tokens, clients)) + num_tokens > MOST_TOKENS:  # not how many others have
+            what = f"the corpora of all clients have at most {MOST_TOKENS:,} tokens: no room for {num_tokens:,} more"
+        if what:
+            raise HTTPError(400, what, param="documents", code="corpus_too_large")
 
     def remove(self, owner: Owner, name: str) -> None:
         """Remove an owner's corpus; what is on its way goes on with it."""
@@ -79,7 +89,7 @@ class Corpora:
             if corpus is None:
                 raise _unknown(name, "corpus_id")
             if not self._corpora[owner]:
-                del self._corpora[owner]
+                del self._corpora[owner], self._client_of[owner]
             for key in [key for key, (members, _) in self._indices.items() if corpus in members]:
                 del self._indices[key]
 

@@ -235,7 +235,7 @@ class KVDisk:
         if max_bytes is not None and max_bytes < needed:
             raise UsageError(
                 f"K/V on disk need {needed / 1e6:,.1f} MB for one sequence of {longest:,} tokens, and may have "
-                f"{max_bytes / 1e6:,.1f} MB: {directory}",
+                f"{max_bytes:,} bytes: {directory}",
                 hint="raise `disk_bytes`",
                 code="disk_too_small",
             )
@@ -473,7 +473,9 @@ class KVDisk:
             with self._condition:
                 self._is_closed = True
                 self._condition.notify_all()
-            self._thread.join()
+            self._thread.join(_CLOSE_S)  # its priority is the lowest: on a busy machine a write may take long
+            if self._thread.is_alive():
+                return  # it ends with the process, and its transaction with it
         self._blocks.on_evict = None
         self._reader.close()
         self._writer.close()

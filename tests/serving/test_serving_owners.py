@@ -44,6 +44,7 @@ def test_an_owner_finds_what_it_asked_and_nothing_else(place: str, make_served: 
     for path, body in ROUTES.items():
         engine.clear_cache()
         if place == "disk":
+            engine.flush_disk()
             BlockStore(tmp_path).prune(0)
 
         def found(**salt: str) -> int:

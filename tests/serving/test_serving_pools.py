@@ -141,13 +141,18 @@ def test_a_corpus_drafts_for_requests_of_its_owner_that_name_it(
         assert status == 200 and found["choices"] == plain["choices"]
         before, after = (one["metrics"]["speculative_decoding"] for one in (plain, found))
         assert after["tokens_per_step"] > max(before["tokens_per_step"], 4)
-    monkeypatch.setattr(corpora, "MOST_TOKENS_OF_OWNER", added["loaded_token_count"] + 5)
+    monkeypatch.setattr(corpora, "MOST_TOKENS_OF_CLIENT", added["loaded_token_count"] + 5)
     failures = {
         "of another key": named("story", key="two"),
         "no corpus": named("novel"),
         "removed by another key": call("remove", "two", corpus_id="story"),
         "a name twice": call("add", corpus_id="story", documents=["A"]),
         "too large": call("add", corpus_id="long", documents=["A red ball. " * 9]),
+        "too large with what has another salt": call(
+            "add", corpus_id="long", cache_salt="x", documents=["A red ball."]
+        ),
+        "no documents": call("add", corpus_id="none"),
+        "a name of control characters": call("add", corpus_id="a\x1b[31m", documents=["A"]),
         "a file": call("add", corpus_id="file", file_path="/etc/passwd"),
         "nothing": call("add", corpus_id="empty", documents=[]),
     }

@@ -384,10 +384,12 @@ def _corpus_routes(server: Server) -> APIRouter:
             if body.file_path is not None:
                 what = "requests name no files: send `documents`, or start the server with `--corpus NAME=FILE`"
                 raise HTTPError(400, what, param="file_path", code="unsupported")
-            owner = corpus_owners(request.scope, body.cache_salt)[0]
-            documents = [encode_text(served.tokenizer, text) for text in body.documents or ()]
+            if body.documents is None:
+                raise HTTPError(400, "`documents` is missing: a list of texts", param="documents", code="invalid")
+            owners = corpus_owners(request.scope, body.cache_salt)
+            documents = [encode_text(served.tokenizer, text) for text in body.documents]
             with served.turn.left():
-                name, num_tokens = served.corpora.add(owner, body.corpus_id, documents)
+                name, num_tokens = served.corpora.add(owners, body.corpus_id, documents)
             return {"success": True, "corpus_id": name, "message": "", "loaded_token_count": num_tokens}
 
         return await server.aside(work)

@@ -71,7 +71,7 @@ class StreamOptions(Lenient):
     continuous_usage_stats: bool | None = None
 
 
-CorpusName = Annotated[str, Field(min_length=1, max_length=128)]
+CorpusName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
 class OwnLength(Lenient):

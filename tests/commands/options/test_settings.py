@@ -73,7 +73,7 @@ def test_every_flag_of_every_command_may_be_a_variable_or_a_key(
     place: Path, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each with a value that its type takes."""
-    for name, command in commands_of(typer.Context(typer.main.get_command(app))).items():
+    for name, command in commands_of(_context()).items():
         flags = [one for one in command.params if one.param_type_name == "option" and one.name not in NOT_IN_FILES]
         samples = {flag.name: sample_of(flag) for flag in flags}
         Path("all.yaml").write_text("\n".join([f"{name}:", *(f"  {key}: {value}" for key, value in samples.items())]))
@@ -90,7 +90,7 @@ def test_every_flag_of_every_command_may_be_a_variable_or_a_key(
 
 def test_every_switch_can_be_put_off_on_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Put off what a file puts on, by a flag that `--help` does not list."""
-    root = typer.Context(typer.main.get_command(app))
+    root = _context()
     for name, command in commands_of(root).items():
         kept = [one for one in command.params if one.param_type_name == "option" and one.name not in NOT_IN_FILES]
         switches = [one for one in kept if one.is_bool_flag]
@@ -104,6 +104,12 @@ def test_every_switch_can_be_put_off_on_the_command_line(place: Path, capsys: py
         assert not [one.name for one in switches if context.params[one.name] and _opposite(one.opts[0]) not in taken]
         listed = {*re.findall(r"--[\w-]+", command.get_help(context) + capsys.readouterr().out)}
         assert listed and not listed & (set(off) - taken)
+
+
+def _context() -> typer.Context:
+    """A context with the settings of the app: a command keeps the names of its help that it first sees."""
+    group = typer.main.get_command(app)
+    return typer.Context(group, **group.context_settings)
 
 
 def _opposite(flag: str) -> str:
