@@ -5,13 +5,12 @@ nothing that was complete, and what is not as it was written is not given out. T
 not to an engine: an answer of another model with the same tokens is a draft as well. The oldest rows go first.
 """
 
-import sqlite3
 import zlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from runtime.core.answers import Answer, Marks
-from runtime.core.block_store import BlockStore, owner_name
+from runtime.core.block_store import BlockStore, keep_last_rows, owner_name
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS answers(id INTEGER PRIMARY KEY AUTOINCREMENT, owner TEXT NOT NULL, prompt BLOB NOT NULL,
@@ -88,14 +87,7 @@ def write_answers(store: BlockStore, vocabulary: str, answers: Seq[tuple[str | N
             )
             assert inserted.lastrowid is not None
             if inserted.lastrowid % _LOOK_INTERVAL == 0:
-                _remove_oldest(database, min(_MOST_BYTES, limit // _SHARE))
-
-
-def _remove_oldest(database: sqlite3.Connection, most: int) -> None:
-    """Keep the last rows that have at most so many bytes."""
-    total = f"sum(length(tokens) + {_ROW_BYTES}) OVER (ORDER BY id DESC)"
-    last = f"SELECT max(id) FROM (SELECT id, {total} AS total FROM answers) WHERE total>?"
-    database.execute(f"DELETE FROM answers WHERE id<=({last})", (most,))
+                keep_last_rows(database, "answers", f"length(tokens) + {_ROW_BYTES}", min(_MOST_BYTES, limit // _SHARE))
 
 
 def _owner(vocabulary: str, salt: str | None) -> str:

@@ -6,13 +6,12 @@ directory's limit; the oldest rows go first.
 """
 
 import json
-import sqlite3
 import zlib
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from runtime.core.block_store import BlockStore, Owner, as_bytes
+from runtime.core.block_store import BlockStore, Owner, as_bytes, keep_last_rows
 from runtime.core.scopes import Scope
 
 _TABLE = """
@@ -40,13 +39,7 @@ def write_output(store: BlockStore, owner: Owner, scopes: Seq[Scope], tokens: Se
         )
         assert inserted.lastrowid is not None
         if inserted.lastrowid % _LOOK_INTERVAL == 0:
-            _remove_oldest(database, limit // _SHARE)
-
-
-def _remove_oldest(database: sqlite3.Connection, most: int) -> None:
-    """Keep the last rows that have at most so many bytes."""
-    last = "SELECT id, sum(num_bytes) OVER (ORDER BY id DESC) AS total FROM outputs"
-    database.execute(f"DELETE FROM outputs WHERE id <= (SELECT max(id) FROM ({last}) WHERE total > ?)", (most,))
+            keep_last_rows(database, "outputs", "num_bytes", limit // _SHARE)
 
 
 def read_outputs(store: BlockStore, owner: Owner) -> list[tuple[list[Scope], list[int]]]:
