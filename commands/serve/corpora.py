@@ -1,8 +1,9 @@
 """Corpora of a server: texts that clients add by name, in which drafts for their requests are looked up.
 
-A corpus belongs to the owner that added it, as keys and values do (`Request.cache_salt`); those that the server was
-started with are everybody's. Several corpora of a request are searched as one index, so that what follows a text most
-often in all of them is drafted. They are in memory alone, and their number and size are bounded.
+A corpus belongs to the owner that added it, as keys and values do (`Request.cache_salt`). All clients may name the
+corpora that the server was started with. Several corpora of a request are searched as one index, so that the
+continuation that is most frequent in all of them is drafted. Corpora are in memory alone; their number and size are
+bounded by client.
 """
 
 import uuid

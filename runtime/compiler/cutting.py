@@ -246,7 +246,7 @@ def _with_layers_as_calls(
 
 
 def _use_kernels(step: GraphModule, form: StepForm, arithmetic: int) -> None:
-    """Have kernels compute what is before, between and behind the layers."""
+    """Have kernels compute the operations outside the layers: embeddings, norms between layers, the output layer."""
     select_early(step, "logit_indices")
     use_kernels(step, arithmetic)
     if form.tied is not None:

@@ -69,10 +69,11 @@ class Request:
     wants_receipt: bool = False
     """True if the output has a receipt (`runtime.proof`)."""
     cache_salt: str | None = None
-    """Name of its owner: requests find only K/V, and earlier outputs, of others with the same text here. None: of those
-    without one."""
+    """Name of the request's owner. A request finds keys, values, earlier outputs and old answers of requests with the
+    same name alone; None is the owner of all requests without a name.
+    """
     scopes: tuple[Scope, ...] = ()
-    """Scopes of its output beside its owner, the most specific first."""
+    """Scopes of the request's output beside its owner, the most specific first: a tool before a system prompt."""
     decode: Decode | None = None
     """Makes the text of an output, in which the names of called tools are looked for; None: none are."""
 

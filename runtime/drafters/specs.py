@@ -65,8 +65,9 @@ ModelLen = Annotated[int, replace(_LENGTH, leader_default=DRAFT_LEN)]
 SharedPool = Annotated[
     PoolKind,
     Setting(
-        "Finished outputs that lookups search too: `private` none; `owner`, as `serve` and `batch` do without the "
-        "flag, those of the same API key or `cache_salt`, by tool, JSON schema and system prompt; `public` all.",
+        "Outputs of finished requests that lookups search too. `private`: no outputs. `owner`: outputs of the same API "
+        "key or `cache_salt`, by tool, JSON schema and system prompt; `serve` and `batch` do this without the flag. "
+        "`public`: the outputs of all requests.",
         flag="ngram_pool",
     ),
 ]

@@ -97,7 +97,7 @@ PLANTED: dict[Callable[[Ward], list[object]], tuple[str, set[str]]] = {
     an_engine_of_a_faster_processor: ("steps_slower_than_built", set()),
     blocks_mixed_up_by_the_drafter: ("speculation_changes_output", {"drafter_never_used"}),
 }
-"""A fault of the engine, and of what is drafted; each judgement has tests in tests/runtime/measure."""
+"""A fault of the engine, and a fault of the drafter. Tests of each judgement are in tests/runtime/measure."""
 
 
 @pytest.mark.usefixtures("work_clock")
