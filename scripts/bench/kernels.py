@@ -5,8 +5,8 @@ python -m scripts.bench.kernels --inputs 768 --outputs 2048 --rows 1 11
 
 First `peak.cpp` measures the instruction that multiplies 8-bit weights, that of floats, and reading. A product's least
 time is the larger of bytes / bandwidth and operations / peak; its share is that time divided by the product's time.
-Peaks are those of x86's instructions, without AMX. Then attention of 16 sequences over 4,096 tokens that lie apart, and over
-4,096 that all have in common. All times are a thread's own, the least of several.
+Peaks are those of x86's instructions, without AMX. Then attention of 16 sequences over 4,096 tokens that lie apart, and
+over 4,096 that all have in common. All times are a thread's own, the least of several.
 """
 
 import argparse
