@@ -226,6 +226,7 @@ class SharedStore:
         said = self.directory.with_name("said")
         with said.open("ab", buffering=0) as file:  # not a pipe, which is full after 64 kB
             running = [self._start(prompts, expected, 0, file.fileno()) for _ in range(self.num_processes)]
+            _wait_for_line(said, "kept ")
             for number in range(num_kills):
                 time.sleep(rng.uniform(0, 1))
                 process_id = running.pop(rng.randrange(len(running)))
@@ -298,6 +299,15 @@ def _answers(engine: Engine, prompts: list[list[int]], numbers: Sequence[int]) -
     for sequence, _ in scheduler.generate(engine, requests):
         if sequence.finish_reason is not None:
             yield sequence.request.id, sequence.output_tokens
+
+
+def _wait_for_line(written: Path, beginning: str) -> None:
+    """Wait until a line begins so, however slow the disk, or until a process says that it failed."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        if any(line.startswith((beginning, "a process failed")) for line in written.read_text().splitlines()):
+            return
+        time.sleep(0.02)
 
 
 def _wait_for_writing(process_id: int, place: Path) -> None:
