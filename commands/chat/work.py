@@ -170,6 +170,11 @@ class Conversation:
             self.messages.append({"role": "tool", "tool_call_id": f"call{i}", "name": name, "content": gave})
         return are_allowed
 
+    @property
+    def _more_room(self) -> str:
+        given = "build an engine with more room" if self.setup.llm.bundle.model is None else "give more room"
+        return f"{given}: `--max-seq-len`"
+
     def _request(self) -> Request:
         """Request for the conversation, with as many tokens as fit."""
         llm = self.setup.llm
@@ -181,7 +186,7 @@ class Conversation:
             said_before = len(self.messages) > 1 + (self.system is not None)
             raise SpecDecError(
                 f"the conversation is longer than the engine takes ({longest} tokens): {len(prompt)}",
-                hint="/reset begins another" if said_before else "say less, or build an engine with more room",
+                hint="/reset begins another" if said_before else f"say less, or {self._more_room}",
             )
         request = llm.after_thinking(template.with_prompt(0, prompt, 0))
         request = replace(request, grammar=self._grammar(request))
