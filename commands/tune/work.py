@@ -350,7 +350,8 @@ def _category_table(traces: Sequence[Trace], one: Replayed, categories: Sequence
 
 def _live_table(confirmation: Confirmation) -> Table:
     none = confirmation.confirmed[0].measured
-    title = f"Timed on {len(none.generation.sequences)} requests, {len(none.batches)} times in turn; medians"
+    num = len(none.generation.sequences)
+    title = f"Timed on {num} request{'s' if num > 1 else ''}, {len(none.batches)} times in turn; medians"
     table = Table(title=title, title_justify="left")
     columns = ("drafter", "draft", "tokens/step", "rate", "predicted", "speedup", "measured", "speedup", "ratio")
     for column in columns:

@@ -29,7 +29,7 @@ from runtime.util.files import Stamp, directory_bytes, files_below, remove_if_ab
 _CHUNK_BYTES = 1 << 22
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 SIZES = "bytes, or a number with K, M, G or T (1,000 bytes and so on: 20G) or Ki, Mi, Gi or Ti (1,024: 20GiB)"
-"""How a size is written."""
+"""Forms of a size, for hints."""
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
