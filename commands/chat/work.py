@@ -66,8 +66,8 @@ class Conversation:
         if self.toolbox is not None and (calls is None or (not template.knows_tools and self.tool_call_parser is None)):
             raise SpecDecError(
                 "the model's chat template knows no tools, or calls them in a format that is not known",
-                hint="take a model that was trained for tools, or name the format of its calls: `--tool-call-parser "
-                "hermes`",
+                hint="take a model that was trained for tools, or name the format of its calls by "
+                "`--tool-call-parser`, such as `hermes`",
                 code="no_tools",
             )
         tools = () if self.toolbox is None else self.toolbox.tools

@@ -312,8 +312,8 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         hint, text = COMMANDS[found[1]], text.partition(";")[0]
     if not text:  # a value that must be given
         text = f"missing: {_flag(error)}"
-        command = getattr(where, "info_name", None) or ""
-        hint = _OF_MISSING.get(f"{command} {error.param.opts[0]}", hint)
+        parameter: Any = getattr(error, "param", None)
+        hint = _OF_MISSING.get(f"{getattr(where, 'info_name', '')} {parameter.opts[0]}", hint)
     return text[:1].lower() + text[1:], hint
 
 

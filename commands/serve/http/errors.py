@@ -164,8 +164,7 @@ _REASONS = {
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
-    "literal_error": "must be one of {expected}",
-    "enum": "must be one of {expected}",
+    **dict.fromkeys(("literal_error", "enum"), "must be {expected}"),  # such as `'low' or 'high'`
 }
 """Reasons in plain words, by pydantic's types of errors; numbers and names stand in braces."""
 
