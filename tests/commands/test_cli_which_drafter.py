@@ -1,5 +1,6 @@
 """`specdec drafters`: what it tries for a model, what it promises, and what it says of the hub."""
 
+import json
 import time
 import tomllib
 from contextlib import nullcontext
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 from command_line import Specdec, assert_valid, each
+from gguf import GGMLQuantizationType as Q
+from quantized import save_gguf
 from test_cli_errors import assert_one_clear_error
 
 from runtime.core.params import SamplingParams
@@ -40,6 +43,16 @@ def test_a_model_with_an_mtp_head_and_a_draft_model_beside(
     speeds = [one["tokens_per_second"] for one in document["tried"]]
     assert speeds == sorted(speeds, reverse=True)
     assert any("own copy" in one["drafter"] and "--self-draft" in one["command"] for one in document["not_tried"])
+
+
+def test_no_copy_of_layers_in_four_bits(specdec: Specdec, tmp_path: Path) -> None:
+    """Though the output layer, which is the embedding, has eight."""
+    save_gguf(tmp_path / "model.gguf", Q.Q4_1, is_tied=True)
+    traces = tmp_path / "traces.jsonl"
+    traces.write_text(json.dumps({"prompt_ids": list(range(3, 20)), "output_ids": [5, 6, 7]}))
+    asked = ["--traces", traces, "--max-output-len", 8, "--compiler", "none", "--json"]
+    (left,) = specdec("drafters", tmp_path / "model.gguf", *asked).document["not_tried"]
+    assert "4 bits already" in left["reason"] and left["command"] == ""
 
 
 def test_a_machine_that_gets_slower_slows_target_and_draft_model_alike(
