@@ -58,7 +58,7 @@ class CheckOptions:
         model, files = model_among(list(map(str, self.receipts)), has_flag=has_flag)
         if not files:
             raise UsageError(
-                f"no receipts are given for the model: {model}",
+                f"no receipts are given: {model}",
                 hint=f"`specdec check receipts.jsonl {model}`; `specdec run {model} --receipts receipts.jsonl` writes "
                 "receipts",
             )
