@@ -173,7 +173,8 @@ def _reason(error: ErrorDetails) -> str:
     reason = _REASONS.get(error["type"])
     if reason is None:
         return error["msg"].removeprefix("Value error, ")
-    return reason.format(**error.get("ctx", {})).replace("at least 1 characters", "at least 1 character")
+    told = reason.format(**error.get("ctx", {}))
+    return told.replace(" 1 characters", " 1 character").replace(" 1 entries", " 1 entry")
 
 
 def _is_of_another_kind(error: ErrorDetails) -> bool:
