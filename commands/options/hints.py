@@ -206,7 +206,7 @@ def for_model(advice: str, model: str | None) -> str:
     """The advice to a user who named this model, and built no engine; unchanged for None."""
     if model is None:
         return advice
-    anew = f"remove its engine, which is then built anew: `specdec rm {shlex.quote(model)}`"
+    anew = f"have the engine built anew (`specdec rm {shlex.quote(model)}`)"
     for again in (f", then `specdec convert` and {BUILD_AGAIN}", ", and `specdec convert` again"):
         advice = advice.replace(again, "")  # a model that has changed is converted and built by itself
     advice = advice.replace(_BUILD_AGAIN, anew).replace(BUILD_AGAIN, anew)

@@ -157,7 +157,7 @@ _REASONS = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
-    "string_pattern_mismatch": "must match {pattern}",
+    "string_pattern_mismatch": "has characters that are not taken; it must match {pattern}",
     "too_short": "must have at least {min_length} entries, not {actual_length}",
     "too_long": "must have at most {max_length} entries, not {actual_length}",
     "greater_than": "must be more than {gt}",
