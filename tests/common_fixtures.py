@@ -1,5 +1,6 @@
 """Fixtures for every test: tiny models, engines made from them, and one thread for torch."""
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from byte_tokenizers import trained_on
 from clocks import WorkClock, install
 from filelock import FileLock
-from forked import Forks, opened_forks
+from forked import Forks, opened_forks, python
 from gate import Gate
 from shared import MakeEngineDir, once, shared_dir, shared_engine
 from tiny import make_model
@@ -23,6 +24,7 @@ from runtime.checkpoint.config import SelfDraft
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.kernels.library import compile_kernels
 from runtime.loop import step_costs
+from runtime.util import processes
 from runtime.util.cache import cache_dir, make_cache_dir
 from runtime.util.files import write_file
 
@@ -80,6 +82,14 @@ def forks(shared: Path, cache_of_its_own: None) -> Iterator[Forks]:
     """Processes of Python that need not import torch anew: `forks.run("run", …)`, `forks.run(program=…)`."""
     with opened_forks(shared / "forks") as made:
         yield made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_begin_as_forks(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where there are forks, other ranks and processes that share a build are forks too: an import takes seconds."""
+    program = str(python(tmp_path_factory.mktemp("bin") / "python", shared / "forks"))
+    processes._PYTHON = program
+    multiprocessing.set_executable(program)
 
 
 @pytest.fixture(autouse=True)

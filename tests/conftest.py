@@ -77,13 +77,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Have workers begin as forks of the process that the tests' are forks of: one imports what takes seconds."""
-    from forked import Forks
+    from forked import Forks, python
 
     directory = config._tmp_path_factory.getbasetemp() / "forks"  # type: ignore[attr-defined]
     forks = Forks(directory)
     config.add_cleanup(forks.end)
     for spec in specs:
-        spec.python = shlex.quote(str(forks.python(directory)))
+        spec.python = shlex.quote(str(python(directory / "python", directory)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

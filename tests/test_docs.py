@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from forked import Forks
+from forked import Forks, command
 from shared import once
 from strength import draws
 
@@ -50,7 +50,7 @@ def walk(
             for block in update_docs.walk_blocks(PAGES)
         ]
         (directory / "bin").mkdir()
-        forks.command(directory / "bin")
+        command(directory / "bin" / "specdec", shared / "forks")
         outputs = update_docs.run_walk(blocks, directory / "walk", directory / "bin")
         (directory / "outputs.json").write_text(json.dumps(outputs))
         if kept := os.environ.get("CI_WALK_DIR"):  # where others wait for it
