@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import typer.main
-from forked import Forks, command
+from forked import Forks
 from shared import once
 from strength import draws
 
@@ -50,7 +51,7 @@ def walk(
             for block in update_docs.walk_blocks(PAGES)
         ]
         (directory / "bin").mkdir()
-        command(directory / "bin" / "specdec", shared / "forks")
+        forked.command(directory / "bin" / "specdec", shared / "forks")
         outputs = update_docs.run_walk(blocks, directory / "walk", directory / "bin")
         (directory / "outputs.json").write_text(json.dumps(outputs))
         if kept := os.environ.get("CI_WALK_DIR"):  # where others wait for it
