@@ -218,13 +218,16 @@ def test_python_runs(
     exec(compile(example, request.node.callspec.id, "exec"), {"__name__": "example"})
 
 
-def test_the_drafter_of_the_documentation_speculates_without_loss(walk: tuple[Path, dict[str, str]]) -> None:
+def test_the_drafter_of_the_documentation_speculates_without_loss(
+    walk: tuple[Path, dict[str, str]], shared: Path
+) -> None:
     page = PAGES["docs/drafters.md"]
     ((name, example),) = re.findall(r"<!-- file: ([\w.]+) -->\n```python\n(.*?)```", page, re.DOTALL)
     assert len(example.splitlines()) <= 12
     (walk[0] / name).write_text(example)
     (command,) = re.findall(r"```bash\n(specdec run [^`]*--drafter [^`]*)```", page)
-    output = update_docs.run_walk([update_docs.WalkBlock(command, "run")], walk[0])["run"]
+    block = update_docs.WalkBlock(command, "run")
+    output = update_docs.run_walk([block], walk[0], shared / "documentation" / "bin")["run"]
     assert "lossless check passed: 1 of 1" in output
     drafted = re.search(r"(\d+)/(\d+)", output)
     assert drafted and int(drafted[1]) > 0
