@@ -88,6 +88,8 @@ def end_with_asker():
 
 if "files" in question:
     threading.Thread(target=end_with_asker, daemon=True).start()
+else:
+    os.close(asker)
 os.environ.clear()
 os.environ.update(question["environment"])
 os.chdir(question["directory"])
@@ -128,7 +130,6 @@ os._exit(code)
 MAIN = "from specdec_cli.app import main; main()"
 _COMMAND = """#!{python} -SE
 import json, os, signal, socket, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 try:
     connection.connect({address!r})
@@ -142,11 +143,13 @@ def is_open(number):
         return False
 
 {program}
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the fork too
 files = list(filter(is_open, range(3, 256)))
 question = {{"program": program, "arguments": sys.argv, "environment": dict(os.environ), "directory": os.getcwd()}}
 socket.send_fds(connection, [json.dumps(question | {{"files": files}}).encode()], [0, 1, 2, *files])
 code = int(connection.recv(100))
 if code < 0:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """

@@ -33,7 +33,7 @@ OTHERS_FLAGS = {
 """Flags of scripts, of torchrun, of Continue's, and of the drafter that an example adds."""
 
 
-NUM_SAMPLES = draws(20, 4)
+NUM_SAMPLES = draws(20, 2)
 """Samples that `summarize` takes in the walk: the first of those of the documentation."""
 
 
