@@ -62,6 +62,14 @@ def steps_measured_in_one_pass() -> Iterator[int]:
     step_costs._MAX_PASSES = before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_waits_for_the_disk() -> Iterator[None]:
+    """Write files without `fsync`: other processes see them whole, and no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which fails for what is no file, too
+        yield
+
+
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Gate at which engines of this process stand still that have the drafter `gate:Waits`."""
