@@ -29,9 +29,8 @@ from contextlib import suppress
 from scripts.campaigns import forks
 import commands.serve.http.server, specdec_cli.app
 import pygments.lexers, rich.markdown, typer.rich_utils  # what help and errors are shown by
-import hypothesis.strategies, jsonschema, pytest, starlette.testclient  # for tests, of which workers are forks too
 import transformers.models.llama.modeling_llama
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel  # for tests
 
 forks.import_all()
 gc.collect()
