@@ -94,7 +94,7 @@ def forks(shared: Path, cache_of_its_own: None) -> Iterator[Forks]:
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks_begin_as_forks(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Where there are forks, other ranks and processes that share a build are forks too: an import takes seconds."""
+    """Have other ranks, and processes that share a build, be forks too where there are some: imports take seconds."""
     program = str(python(tmp_path_factory.mktemp("bin") / "python", shared / "forks"))
     processes._PYTHON = program
     multiprocessing.set_executable(program)

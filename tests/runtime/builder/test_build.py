@@ -284,7 +284,7 @@ def test_mixture_by_wrong_experts_is_refused(
 def test_mixture_that_sees_one_key_too_many_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Said
 ) -> None:
-    """In the second text alone, which is a third of what is compared."""
+    """The second text alone is wrong, which is a third of what is compared."""
 
     def broken(mask: Callable[..., Tensor], self: PagedInputs, *arguments: Any) -> Tensor:
         more = torch.ones_like(self.positions)

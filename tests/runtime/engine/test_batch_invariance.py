@@ -25,7 +25,7 @@ from runtime.loop import orchestrator, scheduler
 
 MAX_LEN = 900
 MOST_PIECES = 40
-"""That the prompts of an example are computed in: a piece of one token is as good in a short prompt."""
+"""Pieces of all prompts of an example, at most: a piece of one token is as good in a short prompt."""
 WINDOWED = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 100}
 # By dtype, and how K/V are quantized or which states there are.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
