@@ -10,6 +10,7 @@ import clocks
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from strength import draws
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
@@ -214,7 +215,7 @@ def test_better_priority_makes_room_in_a_client_only(open_engine: Any, llama: Pr
     assert_are_the_models([*ours, other, urgent], llama)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(20, 10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), max_tokens=st.integers(92, 300), reuse=st.booleans(), patience=st.integers(1, 20))
 def test_whatever_comes_and_goes_outputs_are_the_models(
     data: st.DataObject, max_tokens: int, reuse: bool, patience: int, open_engine: Any, llama: PreTrainedModel
@@ -247,12 +248,12 @@ def test_whatever_comes_and_goes_outputs_are_the_models(
 def test_turns_of_a_model_with_states_and_with_drafts(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """States stay with a sequence that made room, or are computed again."""
     monkeypatch.setattr("runtime.core.turns._PATIENCE", 3)
-    model, cache = make_model("lfm2"), KVCacheConfig(max_tokens=220)
+    model, cache = make_model("lfm2"), KVCacheConfig(max_tokens=160)
     engine = make_engine(model, cache, compiler="none", self_draft=SelfDraftConfig("int8"))
     loop = Loop(engine, drafter=SelfDraft(engine, use_logits=False))
     sequences = []
     for i, client in enumerate("aaaabcdefaab"):
-        sequences.append(loop.add(client, num_prompt=20 + i, num_new=40, prompt=i % 5, priority=i % 3))
+        sequences.append(loop.add(client, num_prompt=20 + i, num_new=24, prompt=i % 5, priority=i % 3))
         loop.step()
     loop.finish()
     assert loop.scheduler.num_turns > 3
