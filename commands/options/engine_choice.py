@@ -30,7 +30,7 @@ from runtime.checkpoint.resolve import (
 )
 from runtime.core.params import Mode, SamplingParams
 from runtime.drafters.heads.head_config import DraftOutputSettings, hidden_states_for
-from runtime.drafters.spec import Devices
+from runtime.drafters.lists import Devices
 from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.engine.devices import check_device_ids

@@ -258,5 +258,5 @@ def _own_lookup(asked: Speculative) -> LookupDrafter | None:
         flags = " and ".join(f"`{spec.description.flag}`" for spec in named)
         raise HTTPError(400, f"{flags} cannot be given together", param="speculative")
     for spec, config in named.items():
-        return spec(**spec.description.form.parse(str(config), spec.description.flag)[0])
+        return spec(**spec.description.form.parse(str(config), spec.description.flag).values)
     return None

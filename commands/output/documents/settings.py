@@ -28,7 +28,8 @@ from runtime.checkpoint.config import (
 )
 from runtime.checkpoint.generation_config import ANY_NUMBER
 from runtime.core.params import FIELDS, GrammarKind, Mode, SamplingConfig, SamplingParams
-from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting, TextForm, with_first_devices
+from runtime.drafters.lists import Devices, TextForm
+from runtime.drafters.spec import DrafterSpec, DraftLenMode, Setting, with_first_devices
 from runtime.drafters.specs import DRAFTERS
 
 if TYPE_CHECKING:  # `compare` needs no torch

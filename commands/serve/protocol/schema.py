@@ -31,7 +31,7 @@ from commands.output.help import config_flag
 from commands.serve.http.errors import HTTPError, of_validation
 from runtime.checkpoint.generation_config import Range
 from runtime.core.params import FIELDS, REQUEST_FIELDS, GrammarKind, Protocol, RequestField, names_in
-from runtime.drafters.spec import ListForm
+from runtime.drafters.lists import ListForm
 from runtime.drafters.specs import lookups
 
 MAX_PROMPTS = 4096
