@@ -48,9 +48,9 @@ _SLOW = "its steps take too long, as an ambiguous grammar's do"
 
 
 class CompiledGrammar:
-    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`.
+    """A grammar that was compiled for a vocabulary of `vocab_size` ids; `form` is what it was compiled from.
 
-    `form` is the grammar that was compiled.
+    It is kept as a matcher at the start of a text, of `num_bytes` bytes, which each output copies (`start`).
     """
 
     def __init__(
