@@ -25,7 +25,7 @@ class StoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions:
-    """Size limit of `cache prune`."""
+    """The flag of `cache prune` that says how many bytes may stay."""
 
     max_size: Annotated[
         str, option(RUNTIME, "Total size of engines, or of keys and values: bytes, or 500M, 20G, 1.5T.", metavar="SIZE")

@@ -158,7 +158,7 @@ class OutputGrammar(Record):
 
 
 def grammar_record(params: SamplingParams) -> dict[str, OutputGrammar]:
-    """The key `grammar`, if an output has a form."""
+    """`{"grammar": ...}` for parameters that ask for a form, such as a JSON schema; `{}` for others."""
     grammar = params.output_grammar
     if grammar is None:
         return {}

@@ -970,7 +970,7 @@ Body = TypeVar("Body", bound=Lenient)
 
 
 def parse_body(body: bytes, model: type[Body]) -> Body:
-    """Parse a body, whatever its Content-Type; HTTPError if it is not JSON, or does not fit the class."""
+    """Parse a body of bytes as `model`, whatever its Content-Type says; HTTPError if it is no JSON or lacks a field."""
     try:
         # It knows a depth at which it stops, and neither NaN nor half of a surrogate pair.
         value: Any = pydantic_core.from_json(body, allow_inf_nan=False)

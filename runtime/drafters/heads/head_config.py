@@ -65,7 +65,7 @@ class BlockConfig:
         return self.markov == "none"
 
     def num_drafts(self, num_slots: int) -> int:
-        """Number of draft tokens from a block of this many slots."""
+        """Draft tokens of a block of `num_slots` slots: as many, or one fewer if its first slot is a known token."""
         return num_slots - (not self.starts_at_anchor)
 
 
