@@ -970,7 +970,7 @@ Body = TypeVar("Body", bound=Lenient)
 
 
 def parse_body(body: bytes, model: type[Body]) -> Body:
-    """Parse a body of bytes as `model`, whatever its Content-Type says; HTTPError if it is no JSON or lacks a field."""
+    """Parse a body as `model`, whatever its Content-Type says; HTTPError unless it is JSON that `model` takes."""
     try:
         # It knows a depth at which it stops, and neither NaN nor half of a surrogate pair.
         value: Any = pydantic_core.from_json(body, allow_inf_nan=False)
