@@ -32,7 +32,7 @@ def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoin
 
 
 def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoint) -> list[int]:
-    """The token ids that `--draft-vocab` asks for, at most `size` of them; an empty list for None, which is all ids."""
+    """The token ids that `source` names, a file or `auto`, at most `size` of them; an empty list for None: all ids."""
     if source is None:
         return []
     directory, config = checkpoint.directory, checkpoint.config.pretrained_config
