@@ -278,7 +278,7 @@ class _Lowering:
         return spaces.pop()
 
     def _contiguous(self, view: View) -> View:
-        """The view as a source of its own, contiguous and in its dtype."""
+        """The view itself if it is a whole array of its dtype, otherwise a contiguous copy."""
         if view.is_whole() and view.source is not None and view.source.dtype == view.dtype:
             return view
         return self._compute("copy", [view], view.dtype, view.shape)

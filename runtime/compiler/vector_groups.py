@@ -176,7 +176,7 @@ def _rms_norm(block: _Calls, last: Call) -> _Found | None:
 
 @dataclass(frozen=True)
 class _InverseRoot:
-    """1 / root of (mean of a square + epsilon)."""
+    """A chain of calls that computes 1 / sqrt(mean(x * x) + epsilon); `square` is the call of x * x."""
 
     square: Call
     epsilon: int

@@ -193,7 +193,7 @@ class Matcher:
         return len(draft_tokens)
 
     def forced(self, prefix: Seq[int], drafted: Seq[int]) -> list[int]:
-        """The tokens that must come after `prefix` and a draft; empty where there is a choice."""
+        """Tokens that the grammar forces after `prefix` and a draft; an empty list where it leaves a choice."""
         self._wait()
         if not self._follow([*prefix, *drafted]) or self._matcher.is_stopped() or self._matcher.is_accepting():
             return []

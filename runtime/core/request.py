@@ -208,7 +208,7 @@ class Sequence:
 
     @property
     def num_unscored(self) -> int:
-        """Tokens of the prompt whose log-probabilities are asked for and not known yet."""
+        """Number of prompt tokens whose log-probabilities are asked for and not computed yet."""
         if self.request.num_prompt_logprobs is None:
             return 0
         return len(self.request.prompt_tokens) - 1 - len(self.prompt_logprobs)

@@ -248,7 +248,7 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._least_rate(prices) * prices.cheapest_s * self._factor >= 1
 
     def _seconds(self, prices: "_Prices", most: int) -> list[float]:
-        """Seconds of a step with 0, 1, ... draft tokens, by what such tokens cost now."""
+        """Seconds of a step with 0, 1, ... `most` draft tokens, at the price that draft tokens have now (`Meter`)."""
         seconds, factor = prices.of_drafts(most), self._factor
         return seconds if factor == 1 else [seconds[0] + factor * (one - seconds[0]) for one in seconds]
 

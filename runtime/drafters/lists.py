@@ -106,7 +106,7 @@ class ListForm:
         return f"{self.names}, such as {self.example}."
 
     def parse(self, text: str, flag: str) -> Parsed:
-        """UsageError says which part of the list is wrong."""
+        """Parse `[10,2,[0]]`, or `10,2` without brackets and devices; UsageError says which entry is wrong."""
         try:
             values = ast.literal_eval(text.strip())
             values = [values] if isinstance(values, int) else values
@@ -153,7 +153,7 @@ class TextForm:
         return f"{self}; the current directory is searched too."
 
     def parse(self, text: str, flag: str) -> Parsed:
-        """UsageError for a text that lacks one of its parts."""
+        """Parse `module:factory`; UsageError for a text that lacks one of the two parts."""
         first, colon, second = text.partition(":")
         if not (first and colon and second):
             raise UsageError(
