@@ -43,7 +43,7 @@ class Sample:
 
     @property
     def factor(self) -> float:
-        """How much slower steps were than their costs say."""
+        """Factor by which steps were slower than their costs say."""
         return self.measured_s / self.predicted_s
 
     @property
