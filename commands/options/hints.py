@@ -14,7 +14,7 @@ from typing import Any
 from typer import TyperException
 
 from commands.options.drafter_flags import example_of, users_of
-from commands.options.expand import current_command
+from commands.options.expand import MODEL_AT_HAND, current_command
 from commands.options.foreign import COMMANDS
 from commands.options.settings import origin_of
 from commands.options.shared import QFORMATS
@@ -24,7 +24,8 @@ from runtime.checkpoint.bundle import DRAFT_VOCAB
 from runtime.drafters.specs import NgramDrafter
 from runtime.util.errors import SpecDecError
 
-_BUILD_AGAIN = "run `specdec build` again"
+BUILD_AGAIN = "`specdec build` again"
+_BUILD_AGAIN = f"run {BUILD_AGAIN}"
 _CONVERT_AGAIN = "run `specdec convert` again"
 _DRAFTS = (
     "specdec build --speculative-decoding-mode draft_tokens_external --use-paged-context-fmha enable --max-draft-len"
@@ -32,7 +33,11 @@ _DRAFTS = (
 
 HINTS: dict[str, str | tuple[str, ...]] = {
     "bad_tokenizer": "give another tokenizer with `--tokenizer-dir`; transformers said: {reason}",
-    "batch_size": "lower it, or build with a larger `specdec build --max-batch-size`",
+    "batch_size": (
+        "lower it",
+        "build with a larger `specdec build --max-batch-size`",
+        "with `--model-dir` give a larger `--max-batch-size`",
+    ),
     "block_reuse": "leave `--kv-cache-enable-block-reuse` on",
     "cache_too_large": ("lower `--max-tokens-in-paged-kv-cache`", "free memory"),
     "cache_too_large_for_gpu": ("raise `--kv-cache-free-gpu-memory-fraction`", "free memory on the device"),
@@ -54,8 +59,8 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "disk_without_reuse": "leave `--kv-cache-dir` out",
     "disk_of_ranks": "leave `--kv-cache-dir` out",
     "disk_too_small": ("raise `--kv-cache-disk-size`", "lower `--max-seq-len`"),
-    "draft_len": f"lower the draft length, or build with `{_DRAFTS} {{max_draft_len}}{{what_drafts}}`",
-    "draft_len_of_masks": f"lower the draft length, or build it with `{_DRAFTS} {{max_draft_len}}`",
+    "draft_len": ("lower the draft length", f"build with `{_DRAFTS} {{max_draft_len}}{{what_drafts}}`"),
+    "draft_len_of_masks": ("lower the draft length", f"build it with `{_DRAFTS} {{max_draft_len}}`"),
     "drafter_failed": "`specdec --debug` shows where",
     "draft_vocab_size": "lower it, or leave `--draft-vocab` out",
     "engine": _BUILD_AGAIN,
@@ -114,7 +119,11 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_token_left": "relax the penalties, `--no-repeat-ngram-size`, `--bad-words`, `--min-tokens` or "
     "`--allowed-token-ids`",
     "no_tokenizer": "name a tokenizer with `--tokenizer-dir`",
-    "none_fits": "give shorter prompts, or build for longer prompts: `specdec build --max-input-len N --max-seq-len N`",
+    "none_fits": (
+        "give shorter prompts",
+        "build for longer prompts: `specdec build --max-input-len N --max-seq-len N`",
+        "with `--model-dir` give a larger `--max-seq-len`",
+    ),
     "nothing_to_quantize": "leave `--self-draft` out",
     "not_an_engine": "make one with `specdec build`",
     "not_ours": "`--force` replaces only specdec's own output; choose another directory or remove this one",
@@ -149,7 +158,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "size_of_no_vocab": "give a vocabulary too, such as `--draft-vocab auto`",
     "state_interval": "leave `--state-checkpoint-interval` out",
     "tokenizer_is_code": "name a tokenizer that transformers has a class for with `--tokenizer-dir`",
-    "tune_draft_len": "lower it, or build with a larger `specdec build --max-draft-len`",
+    "tune_draft_len": ("lower it", "build with a larger `specdec build --max-draft-len`"),
 }
 
 
@@ -179,12 +188,30 @@ def hint_of(error: SpecDecError) -> str | None:
     """Remedy for an error on the command line."""
     if error.code == "other_environment":
         return _rebuild(**error.values)
-    template = HINTS.get(error.code or "")
+    template, model = HINTS.get(error.code or ""), MODEL_AT_HAND.get()
     pieces = [template] if isinstance(template, str) else template or ()
     fitting = [named for piece in pieces if (named := _by_the_commands_names(piece)) is not None]
     if not fitting:
         return error.hint
-    return ", or ".join(fitting).format(**_values(error))
+    hint = ", or ".join(fitting if model is None else _without_engines(fitting)).format(**_values(error))
+    return hint if model is None else for_model(hint, model)
+
+
+def for_model(advice: str, model: str | None) -> str:
+    """The advice to a user who named this model, and built no engine; unchanged for None."""
+    if model is None:
+        return advice
+    anew = f"have the engine built anew (`specdec rm {shlex.quote(model)}`)"
+    for again in (f", then `specdec convert` and {BUILD_AGAIN}", ", and `specdec convert` again"):
+        advice = advice.replace(again, "")  # a model that has changed is converted and built by itself
+    advice = advice.replace(_BUILD_AGAIN, anew).replace(BUILD_AGAIN, anew)
+    return advice.replace("build with a larger `--", "give a larger `--")
+
+
+def _without_engines(pieces: list[str]) -> list[str]:
+    """The pieces of advice that a user follows who named a model: `with --model-dir give a larger --max-seq-len`."""
+    others = [piece.removeprefix("with `--model-dir` ") for piece in pieces if "`specdec build" not in piece]
+    return others or pieces
 
 
 def _by_the_commands_names(piece: str) -> str | None:
@@ -243,6 +270,13 @@ def _what_drafts(build: Any, head: object = "HEAD", engine_dir: object = "ENGINE
 
 
 _NO_COMMAND = re.compile("No such command `([^`]+)`")
+_OF_MISSING = {
+    "check receipts": "`specdec check receipts.jsonl demo`; `specdec run demo --receipts receipts.jsonl` writes them",
+    "regress --traces": "`specdec regress demo --traces old.jsonl`; `specdec run demo --output-traces old.jsonl` has "
+    "them",
+    "train --output-dir": "name a new directory for the head: `--output-dir head`",
+}
+"""Hints for what must be given, by the command and the flag or argument."""
 _NUMBERS = {
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
@@ -275,6 +309,8 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         hint, text = COMMANDS[found[1]], text.partition(";")[0]
     if not text:  # a value that must be given
         text = f"missing: {_flag(error)}"
+        parameter: Any = getattr(error, "param", None)
+        hint = _OF_MISSING.get(f"{getattr(where, 'info_name', '')} {parameter.opts[0]}", hint)
     return text[:1].lower() + text[1:], hint
 
 

@@ -305,7 +305,7 @@ def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
 def _compiling(build: BuildConfig, device: torch.device) -> str:
     """Name of the phase; what stands in brackets says why it takes long the first time."""
     if uses_kernels(build.compiler, device.type) and not are_kernels_compiled():
-        return "compiling the step (first the CPU kernels: about 2 minutes, once)"
+        return "compiling the step (first the CPU kernels: 2 to 4 minutes, once)"
     return "compiling the step"
 
 

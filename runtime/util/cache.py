@@ -35,7 +35,9 @@ from runtime.util.files import (
 )
 
 _CHUNK_BYTES = 1 << 22
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+SIZES = "bytes, or a number with K, M, G or T (1,000 bytes and so on: 20G) or Ki, Mi, Gi or Ti (1,024: 20GiB)"
+"""Forms of a size, for hints."""
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -451,9 +453,11 @@ def _shared_files() -> Iterator[Path]:
 
 
 def size_in_bytes(text: str) -> int | None:
-    """Bytes of `500M`, `20G`, `1.5T` or a number; None for what is no size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    return None if found is None else int(float(found[1]) * _UNITS[found[2].upper()])
+    """Bytes of `500M`, `20G`, `1.5T`, `20GiB` or a number; None for what is no size. G is 1,000 M, and Gi 1,024 Mi."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        return None
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[(found[2] or "").upper()])
 
 
 def max_cache_bytes() -> int:
@@ -461,7 +465,7 @@ def max_cache_bytes() -> int:
     text = os.environ.get("SPECDEC_CACHE_SIZE") or _USUAL_SIZE
     size = size_in_bytes(text)
     if size is None:
-        raise SpecDecError(f"SPECDEC_CACHE_SIZE is no size: {text}", hint="bytes, or a number with K, M, G or T: 20G")
+        raise SpecDecError(f"SPECDEC_CACHE_SIZE is no size: {text}", hint=f"write {SIZES}")
     return size
 
 
