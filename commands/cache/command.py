@@ -25,7 +25,7 @@ class StoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions:
-    """Size limit of `cache prune`."""
+    """The flag of `cache prune` that says how many bytes may stay."""
 
     max_size: Annotated[
         str,

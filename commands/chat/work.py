@@ -99,7 +99,9 @@ class Conversation:
         self.last = None
 
     def go_on(self, kept: KeptMessages) -> None:
-        """Go on with the messages that are kept, and keep those that come. UsageError for another system message."""
+        """Go on with a kept conversation: its messages come first, and later messages are kept with them. UsageError
+        if `--system` is another system message than the conversation began with.
+        """
         messages = kept.read()
         self.kept = kept
         if not messages:

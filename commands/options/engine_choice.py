@@ -31,7 +31,7 @@ from runtime.checkpoint.resolve import (
 )
 from runtime.core.params import Mode, SamplingParams
 from runtime.drafters.heads.head_config import DraftOutputSettings, hidden_states_for
-from runtime.drafters.spec import Devices
+from runtime.drafters.lists import Devices
 from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.engine.devices import check_device_ids
@@ -275,14 +275,14 @@ class EngineChoice:
             refuse_unreadable_tokenizer(self._tokenizer_files)
 
     def check_chat_template(self) -> None:
-        """The same, and SpecDecError for a tokenizer without a chat template that conversations can have."""
+        """`check_tokenizer`, and SpecDecError for a tokenizer whose files have no chat template."""
         self.check_tokenizer()
         if self._tokenizer_files is not None:
             check_chat_template(self._tokenizer_files, str(self.tokenizer_dir or self.model_dir))
 
     @property
     def _tokenizer_files(self) -> Path | None:
-        """None of an engine, which is there: it says itself what it lacks."""
+        """Place of the tokenizer that `--tokenizer-dir` or the model gives; None for an engine, which has its own."""
         if self.tokenizer_dir is not None:
             return resolve_tokenizer(self.tokenizer_dir)
         return None if self.model_dir is None else resolve_model(self.model_dir)

@@ -1,9 +1,9 @@
 """Hints that name the flag to turn: the command line's own remedies for the library's errors, and the flags' names.
 
-One table from codes (`SpecDecError.code`) to hints. The values of an error stand in braces; an error without a code, or
-with one that the library's own words are best for, keeps its hint. Of several pieces of advice those are given whose
-flags the command has, by its names for them; the flags of other commands stand behind the command (`specdec build
---max-seq-len`).
+One table from codes (`SpecDecError.code`) to hints that name a flag or a command. Any other error keeps the library's
+hint, which stands at the setting (`Setting.hint`, `RequestField.hint`) or where the error is raised. The values of an
+error stand in braces. Of several pieces of advice those are given whose flags the command has, by its names for them;
+the flags of other commands stand behind the command (`specdec build --max-seq-len`).
 """
 
 import re
@@ -63,13 +63,10 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "draft_len_of_masks": ("lower the draft length", f"build it with `{_DRAFTS} {{max_draft_len}}`"),
     "drafter_failed": "`specdec --debug` shows where",
     "draft_vocab_size": "lower it, or leave `--draft-vocab` out",
-    "empty_word": "leave it out",
-    "end_id": "give an id of the engine's tokenizer",
     "engine": _BUILD_AGAIN,
     "engine_for_model": "it answers prompts as it is: `specdec run {path}`",
     "engine_for_checkpoint": "give the directory that `specdec convert` wrote",
     "exists": "`--force` replaces it",
-    "foreign_word": "leave it out",
     "group_size": ("quantize whole rows: `--group-size -1`", "quantize to `--qformat int8`"),
     "aot_on_gpu": ("use `--compiler torch-compile`", "use no compiler: `--compiler none`"),
     "lacks_operations": ("use `--compiler torch-compile`", "use no compiler: `--compiler none`"),
@@ -79,7 +76,6 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     ),
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
     "model_for_engine": ("name it as the first word: `specdec run {path}`", "to draft, as `--draft-model-dir {path}`"),
-    "ngram_sizes": "lower it, or look up longer n-grams (max_matching_ngram_size)",
     "no_checkpoint": "make it with `specdec convert`: `specdec convert demo` writes the directory `checkpoint`",
     "no_compiler": (
         "install one (the package `g++`)",
@@ -162,7 +158,6 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "size_of_no_vocab": "give a vocabulary too, such as `--draft-vocab auto`",
     "state_interval": "leave `--state-checkpoint-interval` out",
     "tokenizer_is_code": "name a tokenizer that transformers has a class for with `--tokenizer-dir`",
-    "top_k": "give at most the size of the vocabulary, or 0 for all tokens",
     "tune_draft_len": ("lower it", "build with a larger `specdec build --max-draft-len`"),
 }
 

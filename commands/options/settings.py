@@ -118,7 +118,7 @@ class Defaults(dict[str, Any]):
 
     @property
     def held(self) -> dict[str, Held]:
-        """Values of the files for the command, by the flags' Python names. SpecDecError as for `read_settings`."""
+        """Settings that files give the command, by the flags' Python names. The errors of `read_settings`."""
         if self._held is None:
             self._held = {}
             named = self.context.params.get("config")

@@ -45,7 +45,7 @@ from runtime.checkpoint.config import EngineConfig
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
 from runtime.core.stats import RequestStats, sum_stats
-from runtime.drafters.spec import Devices
+from runtime.drafters.lists import Devices
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
 from runtime.loop.compatibility import check_corpora

@@ -56,7 +56,7 @@ class GGUFModel:
 
 
 def parse_name(name: str) -> tuple[str, str | None] | None:
-    """(repository, GGUF model in it); None for what is no name of the hub's."""
+    """`owner/name:Q4_K_M` as (`owner/name`, `Q4_K_M`), the second None without a colon; None if it is no hub id."""
     found = _NAME.fullmatch(name)
     if found is None or ".." in name or "--" in found["repo"] or (found["choice"] and "/" not in found["repo"]):
         return None

@@ -341,7 +341,9 @@ def _layers_as_calls(layers: Iterable[nn.Module], calls: dict[int, _LayerCall]) 
 
 
 def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
-    """A forward of layer `i`; `shown` is the layer if it is called, too, to see what it returns."""
+    """A forward for layer `i` that records its call in `calls` and computes nothing. `shown`: the layer, whose own
+    forward is called too, to check what it returns; None: it is not called.
+    """
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         _keep_unread((*args, *kwargs.values()))

@@ -24,7 +24,15 @@ from typing import BinaryIO
 from filelock import FileLock, Timeout
 
 from runtime.util.errors import SpecDecError
-from runtime.util.files import Stamp, directory_bytes, files_below, remove_if_abandoned, stamp_of, write_file
+from runtime.util.files import (
+    Stamp,
+    directory_bytes,
+    files_below,
+    flocked,
+    remove_if_abandoned,
+    stamp_of,
+    write_file,
+)
 
 _CHUNK_BYTES = 1 << 22
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -205,7 +213,7 @@ def unwritable(error: OSError) -> SpecDecError:
 @contextmanager
 def used_entry(path: Path) -> Iterator[bool]:
     """Yield whether the cache's entry `path` exists; if it does, mark it as used and protect it within the block."""
-    with _flocked(path, fcntl.LOCK_SH) as is_there:
+    with flocked(path, fcntl.LOCK_SH) as is_there:
         if is_there:
             with contextlib.suppress(OSError):  # a cache that is only read
                 os.utime(path)
@@ -220,7 +228,7 @@ def remove_unused_entry(path: Path) -> bool:
     except Timeout:
         return False
     try:
-        with _flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
+        with flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
             if is_unused:
                 # A partial entry must never be visible. After a kill, the next process to make it cleans up.
                 removed = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -234,30 +242,8 @@ def remove_unused_entry(path: Path) -> bool:
 
 def is_used(path: Path) -> bool:
     """True if a process uses an entry now."""
-    with _flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
+    with flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
         return not is_unused
-
-
-@contextmanager
-def _flocked(path: Path, operation: int) -> Iterator[bool]:
-    """Lock the directory; yields whether that succeeded and it still has that name."""
-    close = os.close  # `os` is gone from here when the interpreter ends with an `LLM` that nobody closed
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, operation)
-            is_same = os.path.samestat(os.fstat(descriptor), path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            is_same = False
-        except OSError:  # some file systems have no locks: what lies there is used, and never removed
-            is_same = operation == fcntl.LOCK_SH
-        yield is_same
-    finally:
-        close(descriptor)
 
 
 def remove_left_over(path: Path) -> None:

@@ -81,7 +81,7 @@ class HTTPError(Exception):
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Names that a client's body has for the fields of errors."""
+    """Names of fields as the client wrote them, for errors: `guided_regex` in the place of our `regex`, say."""
 
     params: Mapping[str, str] = field(default_factory=dict)
     """Names by the field of a request: the regular expression may have come as `guided_regex`."""

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from runtime.checkpoint.config import SelfDraft
 from runtime.core.block_store import FILE
-from runtime.core.pieces import PieceSizes
 from runtime.core.request import Request, Sequence
 from runtime.drafters.specs import DFlashDrafter, DraftTargetDrafter, EagleDrafter, MtpDrafter, SelfDrafter
 from runtime.engine import kv_disk
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.llm import LLM
 from runtime.loop import orchestrator, scheduler
+from runtime.loop.pieces import PieceSizes
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 PROMPT = [(7 * i * i + 3 * i) % 29 + 3 for i in range(45)]
