@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import pytest
@@ -17,12 +17,22 @@ from tiny import make_model, repetitive_prompt
 
 from commands.batch.dispatch import check_same_bits
 from commands.schema.schemas import schema_of
-from runtime.checkpoint.config import QuantConfig, SelfDraft, parse
+from runtime.checkpoint.config import Mapping, QuantConfig, SelfDraft, parse
+from runtime.core.params import GrammarKind
+from runtime.drafters.spec import DrafterSpec
+from runtime.drafters.specs import GrammarDrafter
+from runtime.proof.fingerprint import layers_of_all_ranks
 from runtime.proof.records import Fingerprint, ids_digest
 from runtime.text.trace_lines import line_digest
 from specdec_cli import LLM, KVCacheConfig, NgramDrafter, SamplingParams, SelfDrafter, SpecDecError, SuffixDrafter
 
 SAMPLED = ["--temperature", 1.2, "--random-seed", 5]
+FORMS = {
+    "json_schema": {"type": "boolean"},
+    "regex": "[a-d ]{4,30}",
+    "grammar": 'start: "dog" | "ball" /[a-z]+/',
+    "choice": ["the dog", "the ball"],
+}
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
 
 
@@ -166,25 +176,52 @@ def test_batches_and_python_write_receipts_too(specdec: Specdec, self_draft_engi
     assert document["total"]["verdicts"] == {"exact": 6 + 6 + 16, "likely": 4}
 
 
-@pytest.mark.parametrize("kind", ["states", "split"])
-def test_states_and_splits_give_exact_receipts(
-    kind: str, make_engine_dir: MakeEngineDir, split_engine_dir: Path
+@pytest.mark.parametrize("kind", ["states", "split", "8 bits", "forms"])
+def test_restored_caches_states_splits_and_forms_give_exact_receipts(
+    kind: str, make_engine_dir: MakeEngineDir, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Answers of a small cache that is found again, drafted or not; checked in pieces of 7 tokens."""
-    engine_dir = split_engine_dir
-    if kind == "states":
-        engine_dir = make_engine_dir(make_model("lfm2"), self_draft=SelfDraft("int8"))
-    drafters = [None, NgramDrafter(4, 2), *([SelfDrafter(3)] if kind == "states" else [])]
+    """Each engine finds on disk what the engine before it computed of the prompts, and has room for little of it. The
+    answers, drafted or not, are checked in pieces of 7 tokens by an engine that finds nothing.
+    """
+    forms: list[dict[str, Any]] = [{}]
+    drafters: list[DrafterSpec | None] = [None, NgramDrafter(4, 2)]
     prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 70), (1, 34), (0, 80))]
-    params = [SamplingParams(temperature=one, seed=2, n=2, max_tokens=20, receipt=True) for one in (0.0, 1.2, 0.7)]
-    receipts = []
-    with LLM(engine_dir, kv_cache=KVCacheConfig(max_tokens=200)) as llm:
-        for drafter in drafters:
-            results = llm.generate(prompts, params, drafter=drafter)
+    match kind:
+        case "states":
+            engine_dir, drafters[0] = make_engine_dir(make_model("lfm2"), self_draft=SelfDraft("int8")), SelfDrafter(3)
+        case "split":
+            engine_dir = request.getfixturevalue("split_engine_dir")
+        case "8 bits":
+            engine_dir = make_engine_dir(make_model("gemma3"), kv_cache="INT8")
+        case _:
+            engine_dir, drafters[0] = request.getfixturevalue("llama_engine_dir"), GrammarDrafter(4)
+            assert FORMS.keys() == set(get_args(GrammarKind))
+            forms = [{name: form} for name, form in FORMS.items()]
+    params = [
+        SamplingParams(temperature=one, seed=2, n=2, frequency_penalty=one / 4, max_tokens=20, receipt=True, **form)
+        for form in forms
+        for one in (0.0, 1.2)
+    ]
+    asked = [(prompt, one) for prompt in prompts for one in params]
+    receipts, counts = [], []
+    for drafter in drafters:
+        with LLM(engine_dir, kv_cache=KVCacheConfig(max_tokens=200, disk_dir=tmp_path)) as llm:
+            results = llm.generate(*map(list, zip(*asked, strict=True)), drafter=drafter)
             receipts += [output.receipt or {} for result in results for output in result.outputs]
+            counts.append(llm.engine.prompt_tokens)
+    assert counts[1].num_on_disk > 0
     with LLM(engine_dir, max_num_tokens=7) as llm:
         findings = llm.check_receipts(receipts, "tokens")
-    assert [one.verdict for one in findings] == ["exact"] * 6 * len(drafters)
+    assert [one.verdict for one in findings] == ["exact"] * 2 * 2 * len(asked)
+    if kind == "split":  # it adds in another order than a whole one, which is as another machine
+        with LLM(make_engine_dir(make_model("llama"))) as llm:
+            found = llm.check_receipts(receipts)
+            assert {(one.relation, one.rule, one.passed) for one in found} == {("other_machine", "rounding", True)}
+            config = llm.engine.config
+        for size in (1, 2, 4):
+            heads = [replace(one, num_kv_heads=max(one.num_kv_heads // size, 1)) for one in config.layers]
+            split = replace(config, layers=tuple(heads), mapping=Mapping(size, size))
+            assert layers_of_all_ranks(split) == config.layers
 
 
 @pytest.fixture
