@@ -73,8 +73,9 @@ def layers_of_all_ranks(config: EngineConfig) -> tuple[LayerShape, ...]:
 
 
 def _processor(config: EngineConfig) -> str:
-    kernels = "" if config.arithmetic is None else f", {config.arithmetic} kernels"
-    return config.environment.capability + kernels
+    if config.arithmetic is None:
+        return config.environment.capability
+    return f"{config.environment.capability}, {config.arithmetic} kernels for {torch.ops.specdec.instruction_set()}"
 
 
 def fixed_tokens(vocab_size: int, num_tokens: int) -> list[int]:

@@ -1,6 +1,8 @@
 """`check`, `regress`, `fingerprint` and `predict`, and the receipts that commands and Python write for them."""
 
 import json
+import os
+import platform
 import re
 from dataclasses import replace
 from functools import partial
@@ -9,6 +11,7 @@ from typing import Any, get_args
 
 import jsonschema
 import pytest
+import torch
 from command_line import NGRAM, PROMPTS, Specdec, assert_valid, each
 from rich.console import Console
 from sentences import Said
@@ -21,6 +24,7 @@ from runtime.checkpoint.config import Mapping, QuantConfig, SelfDraft, parse
 from runtime.core.params import GrammarKind
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import GrammarDrafter
+from runtime.kernels import library
 from runtime.proof.fingerprint import layers_of_all_ranks
 from runtime.proof.records import Fingerprint, ids_digest
 from runtime.text.trace_lines import line_digest
@@ -281,10 +285,26 @@ def test_regress_is_what_generating_again_says(
 def test_fingerprints_are_of_the_bits(
     specdec: Specdec, llama_engine_dir: Path, self_draft_engine_dir: Path, int4_engine_dir: Path, tmp_path: Path
 ) -> None:
-    """The same of two builds of one model; another of other weights, which is said."""
+    """The same of two builds of one model, and of 1 and 2 threads; another of other weights, or of kernels for other
+    instructions, which is said.
+    """
     path = tmp_path / "fingerprint.json"
     document = specdec("fingerprint", llama_engine_dir, "--json").document
     assert_valid("fingerprint", document)
+    torch.set_num_threads(2)
+    try:
+        assert specdec("fingerprint", llama_engine_dir, "--quiet").stdout.strip() == document["name"]
+    finally:
+        torch.set_num_threads(1)
+    processor, _, kernels = document["fingerprint"]["processor"].rpartition(" for ")
+    flags, sets = set(library._processor_flags()), library.INSTRUCTION_SETS[platform.machine()]
+    best = next(one.name for one in sets if one.needed <= flags)
+    assert kernels == best or "SPECDEC_TEST_MARCH" in os.environ
+    lesser = document["fingerprint"] | {"logits": "0" * 16, "processor": f"{processor} for lesser"}
+    path.write_text(json.dumps(lesser))
+    result = specdec("fingerprint", llama_engine_dir, "--expect", path)
+    named = f"other bits: processor {processor} for lesser, here {processor} for {kernels}; bits fp_0000"
+    assert result.exit_code == 1 and named in result.stdout
     path.write_text(json.dumps(document))
     same = specdec("fingerprint", "--engine-dir", self_draft_engine_dir, "--expect", path)
     assert same.exit_code == 0 and same.stdout.splitlines()[0] == document["name"] and "the same bits" in same.stdout
