@@ -98,7 +98,12 @@ def test_a_changed_receipt_is_named_with_its_token(specdec: Specdec, llama_engin
 
 
 def test_changed_and_damaged_lines_are_told_as_sentences(
-    specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    specdec: Specdec,
+    llama_engine_dir: Path,
+    make_engine_dir: MakeEngineDir,
+    tmp_path: Path,
+    said: Said,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of `check`'s table, and warnings of `regress`, which compares none of these lines."""
     wide = partial(Console, width=1000, highlight=False, markup=False)
@@ -142,6 +147,13 @@ def test_changed_and_damaged_lines_are_told_as_sentences(
     result = specdec("regress", "--traces", path, *where)
     shown = " ".join(result.stderr.split())
     assert result.exit_code == 1 and f"line 2 of {path} is of another tokenizer: other, here" in shown
+    path.write_text(good + sealed(other))
+    result = specdec("regress", "--traces", path, *where)
+    assert result.exit_code == 0 and "0 of 2 answers change" in result.stdout
+    assert f"1 answer is another model's, with the same tokenizer: architecture other, here {ours}" in result.stderr
+    smaller = make_engine_dir(make_model("llama", vocab_size=row["fingerprint"]["vocab_size"], num_hidden_layers=1))
+    result = specdec("regress", "--traces", path, *where, "--against", smaller)
+    assert result.exit_code == 0 and "the old engine is another model's: architecture" in result.stderr
     path.write_bytes(bytes(range(256)) * 50)
     result = specdec("regress", "--traces", path, *where)
     assert result.exit_code == 1
