@@ -54,6 +54,7 @@ def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
         torch=torch.__version__,
         specdec_version=specdec_version(),
         batch_invariant=config.batch_invariant,
+        num_tokens=_num_tokens(engine),
     )
 
 
@@ -78,6 +79,10 @@ def _processor(config: EngineConfig) -> str:
     return f"{config.environment.capability}, {config.arithmetic} kernels for {torch.ops.specdec.instruction_set()}"
 
 
+def _num_tokens(engine: Engine) -> int:
+    return min(NUM_TOKENS, engine.config.build_config.max_request_len - 1)
+
+
 def fixed_tokens(vocab_size: int, num_tokens: int) -> list[int]:
     """Ids from all over the vocabulary, the same everywhere: the high bits of a linear congruential generator."""
     state, tokens = 1, []
@@ -92,8 +97,7 @@ def digest_of_logits(engine: Engine) -> str | None:
 
     None: other generations hold the room, and go on first.
     """
-    build = engine.config.build_config
-    tokens = fixed_tokens(engine.config.vocab_size, min(NUM_TOKENS, build.max_request_len - 1))
+    tokens = fixed_tokens(engine.config.vocab_size, _num_tokens(engine))
     # The last token alone is the request's prompt for the loop: nothing of it is found in the cache, nor looked up.
     sequence = Sequence.start(Request(0, tuple(tokens), 1))
     with engine.without_disk():
