@@ -151,6 +151,13 @@ def test_changed_and_damaged_lines_are_told_as_sentences(
     result = specdec("regress", "--traces", path, *where)
     assert result.exit_code == 0 and "0 of 2 answers change" in result.stdout
     assert f"1 answer is another model's, with the same tokenizer: architecture other, here {ours}" in result.stderr
+    foreign = [{"end_ids": [10**9]}, {"sampling": row["sampling"] | {"allowed_token_ids": [10**9]}}]
+    path.write_text(good + "".join(sealed(row | one) for one in foreign))
+    for result in (specdec("regress", "--traces", path, *where), specdec("check", path, *where)):
+        shown = " ".join((result.stderr + result.stdout).split())
+        assert "0 of 1 answers change" in shown or "2 not checked, 1 exact" in shown
+        assert shown.count("has a token id outside the vocabulary of") == 2
+    path.write_text(good + sealed(other))
     smaller = make_engine_dir(make_model("llama", vocab_size=row["fingerprint"]["vocab_size"], num_hidden_layers=1))
     result = specdec("regress", "--traces", path, *where, "--against", smaller)
     assert result.exit_code == 0 and "the old engine is another model's: architecture" in result.stderr
