@@ -136,11 +136,10 @@ def _try(found: Found, llm: LLM, drafter: DrafterSpec, flags: str, output: Outpu
 def _leave_out_copy(found: Found, model: str, llm: LLM) -> None:
     """The copy is not made unasked: it takes a build, and memory."""
     config = llm.engine.config
-    quantized = config.quantization.quant_algo if config.quantization is not None else None
     reason = "it takes a build: the same command with `--self-draft int4` tries it"
-    if quantized is not None and "4" in str(quantized):
-        reason = "the model's weights have 4 bits already, so that a copy is no cheaper"
     command = f"specdec drafters {shlex.quote(model)} --self-draft {_COPY}"
+    if config.quantization is not None and config.quantization.bits in ("4", "4 and 8"):  # 8: its output layer
+        reason, command = "the model's layers have 4 bits already, so that a copy is no cheaper", ""
     found.not_tried.append(NotTried(drafter=f"own copy, {_COPY}", reason=reason, command=command))
 
 

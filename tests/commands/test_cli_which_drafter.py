@@ -1,16 +1,25 @@
 """`specdec drafters`: what it tries for a model, what it promises, and what it says of the hub."""
 
+import json
+import time
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Specdec, assert_valid, each
+from gguf import GGMLQuantizationType as Q
+from quantized import save_gguf
 from test_cli_errors import assert_one_clear_error
 
+from runtime.core.params import SamplingParams
 from runtime.drafters import published
 from runtime.drafters.published import published_for
-from runtime.drafters.specs import DRAFTERS
+from runtime.drafters.specs import DRAFTERS, DraftTargetDrafter
+from runtime.llm import LLM
+from runtime.measure.tuning.tune import Answered, answer
+from runtime.measure.tuning.which import open_sample, rival_of_model
 
 TEXTS = ["Once upon a time there was a little dog.", "The dog looked for the ball in the park, and the dog"]
 
@@ -34,6 +43,33 @@ def test_a_model_with_an_mtp_head_and_a_draft_model_beside(
     speeds = [one["tokens_per_second"] for one in document["tried"]]
     assert speeds == sorted(speeds, reverse=True)
     assert any("own copy" in one["drafter"] and "--self-draft" in one["command"] for one in document["not_tried"])
+
+
+def test_no_copy_of_layers_in_four_bits(specdec: Specdec, tmp_path: Path) -> None:
+    """Though the output layer, which is the embedding, has eight."""
+    save_gguf(tmp_path / "model.gguf", Q.Q4_1, is_tied=True)
+    traces = tmp_path / "traces.jsonl"
+    traces.write_text(json.dumps({"prompt_ids": list(range(3, 20)), "output_ids": [5, 6, 7]}))
+    asked = ["--traces", traces, "--max-output-len", 8, "--compiler", "none", "--json"]
+    (left,) = specdec("drafters", tmp_path / "model.gguf", *asked).document["not_tried"]
+    assert "4 bits already" in left["reason"] and left["command"] == ""
+
+
+def test_a_machine_that_gets_slower_slows_target_and_draft_model_alike(
+    llama_engine_dir: Path, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is 1,000 times as slow after the target's answers is a clock that runs so fast."""
+    real, drafter = time.perf_counter, DraftTargetDrafter(str(draft_engine_dir), 3)
+    with LLM(str(llama_engine_dir), mode="leader") as llm:
+        template = llm.request_of(SamplingParams(temperature=0, max_tokens=12))
+        requests = [template.with_prompt(i, list(llm.encode(text)[0])) for i, text in enumerate(TEXTS)]
+        untold = lambda title, total: nullcontext(lambda: None)  # noqa: E731
+        traces = answer(llm, requests, [None] * len(requests), untold)
+        sample = open_sample(llm, Answered(requests, traces, 12), untold)
+        before = rival_of_model(sample, llm, drafter, untold)
+        monkeypatch.setattr(time, "perf_counter", lambda: 1000 * real())
+        after = rival_of_model(sample, llm, drafter, untold)
+    assert after.draft_s < 30 * before.draft_s and after.seconds < 30 * before.seconds
 
 
 def test_errors_are_one_sentence(specdec: Specdec, llama_engine_dir: Path) -> None:

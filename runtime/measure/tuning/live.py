@@ -86,13 +86,18 @@ class LiveRun:
 
     def try_once(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
         """Each by itself and once, which tells what to time in turn."""
-        tried = []
+        return [self.try_in_turn([candidate], advance)[0] for candidate in candidates]
+
+    def try_in_turn(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
+        """All of them once, batch by batch in turn, so that what else the machine does slows all alike."""
         for candidate in candidates:
             self._round([candidate], 1, _WARM_UP_TOKENS)
-            (batches,) = self._round([candidate], self.num_batches, None)
-            tried.append(Measured(candidate, [[_seconds(g) for g in batches]], _together(batches)))
-            advance()
-        return tried
+        found = self._round(candidates, self.num_batches, None)
+        advance()
+        return [
+            Measured(candidate, [[_seconds(g) for g in batches]], _together(batches))
+            for candidate, batches in zip(candidates, found, strict=True)
+        ]
 
     def _round(
         self, candidates: Sequence[Speculation], num_batches: int, max_tokens: int | None
