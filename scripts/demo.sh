@@ -26,7 +26,7 @@ make engine build --checkpoint-dir "$work/ckpt" --output-dir "$work/engine" \
 show run --engine-dir "$work/engine" --ngram-config "[10,2,[0]]" --max-output-len 128 \
     --kv-cache-enable-block-reuse --input-text "$article"
 show summarize --engine-dir "$work/engine" --hf-model-dir demo --test-hf --test-engine --batch-size 1 \
-    --ngram-config "[10,2,[0]]" --kv-cache-enable-block-reuse --check-accuracy --max-ite 8
+    --ngram-config "[10,2,[0]]" --kv-cache-enable-block-reuse --check-accuracy --max-ite 4
 
 make ckpt-draft convert --model-dir demo-draft --output-dir "$work/ckpt-draft" --dtype float32
 make draft-engine build --checkpoint-dir "$work/ckpt-draft" --output-dir "$work/draft-engine" \

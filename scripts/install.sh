@@ -21,6 +21,12 @@ step() {
     printf ' %d s\n' $((SECONDS - start)) >&2
 }
 
+# uv takes half of pip's time, or less; where it does not reach the packages, pip may know another index.
+install() {
+    if command -v uv > /dev/null && uv pip install --quiet --python .venv/bin/python "$@" 2> /dev/null; then return; fi
+    .venv/bin/pip install --quiet "$@"
+}
+
 index=()
 if [ "${1:-}" = --cpu ]; then
     index=(--index-url https://download.pytorch.org/whl/cpu)
@@ -30,7 +36,7 @@ python=${PYTHON:-python3}
 torch=$(grep '^torch==' constraints.txt)
 if [ ! -x .venv/bin/python ]; then step "a Python environment in .venv" "$python" -m venv .venv; fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-    step "$torch, 750 MB on disk; several GB where it is built for CUDA" .venv/bin/pip install --quiet "${index[@]}" "$torch"
+    step "$torch, 750 MB on disk; several GB where it is built for CUDA" install "${index[@]}" "$torch"
 fi
 compile_kernels() { # needs torch alone
     trap 'touch .venv/kernels.done' EXIT
@@ -39,13 +45,8 @@ compile_kernels() { # needs torch alone
 rm -f .venv/kernels.done
 compile_kernels &
 kernels=$!
-# uv takes a quarter of pip's time; where it does not reach the packages, pip may know another index.
-install_rest() {
-    if command -v uv > /dev/null && uv pip install --quiet --python .venv/bin/python "$@" 2> /dev/null; then return; fi
-    .venv/bin/pip install --quiet "$@"
-}
 step "specdec and what it needs${1:+, with $1}, about 100 MB to download" \
-    install_rest --constraint constraints.txt --editable ".${1:-}"
+    install --constraint constraints.txt --editable ".${1:-}"
 # Who has other work meanwhile waits for .venv/kernels.done.
 [ -z "${CI_KERNELS_LATER:-}" ] || exit 0
 until_compiled() { while kill -0 "$kernels" 2>/dev/null; do sleep 0.2; done; }

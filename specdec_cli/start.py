@@ -6,6 +6,8 @@ from contextlib import suppress
 
 from specdec_cli.signals import restore  # before the modules that take time to import
 
+_NEW_PAGE = "\f"
+
 
 def main() -> None:
     text = _help(sys.argv[1:])
@@ -25,6 +27,20 @@ def _help(arguments: list[str]) -> str | None:
     """The help that is asked for; None for anything else."""
     if not arguments or arguments[-1] not in ("-h", "--help") or len(arguments) > 2:
         return None
-    from specdec_cli.help_texts import TEXTS
+    return texts_at_once().get(" ".join(arguments[:-1]))
 
-    return TEXTS.get(" ".join(arguments[:-1]))
+
+def texts_at_once() -> dict[str, str]:
+    """The texts of help.txt: of `specdec` under "", then of each command under its name.
+
+    `python -m scripts.tools.update_docs` writes the file (`with_headings`), of what the commands say themselves.
+    """
+    file = os.path.join(os.path.dirname(__file__), "help.txt")
+    with open(file, encoding="ascii", newline="\n") as opened:
+        pages = opened.read().split(_NEW_PAGE)
+    return dict(page.split("\n", 1) for page in pages[1:])
+
+
+def with_headings(texts: dict[str, str]) -> str:
+    """The content of help.txt: each text behind a form feed and a line with its command."""
+    return "".join(f"{_NEW_PAGE}{name}\n{text}" for name, text in texts.items())

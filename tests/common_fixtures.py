@@ -1,5 +1,6 @@
 """Fixtures for every test: tiny models, engines made from them, and one thread for torch."""
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from byte_tokenizers import trained_on
 from clocks import WorkClock, install
 from filelock import FileLock
-from forked import Forks, opened_forks
+from forked import Forks, opened_forks, python
 from gate import Gate
 from shared import MakeEngineDir, once, shared_dir, shared_engine
 from tiny import make_model
@@ -23,6 +24,7 @@ from runtime.checkpoint.config import SelfDraft
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.kernels.library import compile_kernels
 from runtime.loop import step_costs
+from runtime.util import processes
 from runtime.util.cache import cache_dir, make_cache_dir
 from runtime.util.files import write_file
 
@@ -60,6 +62,14 @@ def steps_measured_in_one_pass() -> Iterator[int]:
     step_costs._MAX_PASSES = before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_waits_for_the_disk() -> Iterator[None]:
+    """Write files without `fsync`: other processes see them whole, and no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which fails for what is no file, too
+        yield
+
+
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Gate at which engines of this process stand still that have the drafter `gate:Waits`."""
@@ -80,6 +90,14 @@ def forks(shared: Path, cache_of_its_own: None) -> Iterator[Forks]:
     """Processes of Python that need not import torch anew: `forks.run("run", …)`, `forks.run(program=…)`."""
     with opened_forks(shared / "forks") as made:
         yield made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_begin_as_forks(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Have other ranks, and processes that share a build, be forks too where there are some: imports take seconds."""
+    program = str(python(tmp_path_factory.mktemp("bin") / "python", shared / "forks"))
+    processes._PYTHON = program
+    multiprocessing.set_executable(program)
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,11 @@ QUICK = {
     "commands/documents/test_schemas.py",
 }
 """The tests of the core. Those of them that compile nothing are `quick`."""
+WAITING = {
+    *("commands/test_encodings.py", "commands/test_errors_before_torch.py", "runtime/drafters/test_plugins.py"),
+    *("serving/test_serving_launch.py", "test_gpu_check.py", "test_places.py", "test_real_model.py"),
+    *("test_sentences.py", "test_faults.py"),
+}
 _STDERR = pytest.StashKey[int]()
 
 
@@ -77,13 +82,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Have workers begin as forks of the process that the tests' are forks of: one imports what takes seconds."""
-    from forked import Forks
+    from forked import Forks, python
 
     directory = config._tmp_path_factory.getbasetemp() / "forks"  # type: ignore[attr-defined]
     forks = Forks(directory)
     config.add_cleanup(forks.end)
     for spec in specs:
-        spec.python = shlex.quote(str(forks.python(directory)))
+        spec.python = shlex.quote(str(python(directory / "python", directory)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -91,7 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_quick(item):
             item.add_marker(pytest.mark.quick)
     # What waits for the walk of the documentation comes first: one worker has it then, and the other takes the rest.
-    items.sort(key=lambda item: "walk" not in getattr(item, "fixturenames", ()))
+    # Then what waits for processes or a download, so that no worker waits for it alone at the end.
+    items.sort(key=lambda item: ("walk" not in getattr(item, "fixturenames", ()), _place(item.path) not in WAITING))
     if not config.getoption("--slow"):
         config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
         items[:] = [item for item in items if not is_slow(item)]

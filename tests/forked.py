@@ -24,11 +24,12 @@ from waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
 _SERVER = """
-import atexit, gc, json, os, select, signal, socket, sys, tempfile, threading
+import atexit, fcntl, gc, json, os, select, signal, socket, sys, tempfile, threading
 from contextlib import suppress
 from scripts.campaigns import forks
 import commands.serve.http.server, specdec_cli.app
 import pygments.lexers, rich.markdown, typer.rich_utils  # what help and errors are shown by
+import transformers.models.llama.modeling_llama
 from transformers import AutoModelForCausalLM, PreTrainedModel  # for tests
 
 forks.import_all()
@@ -51,7 +52,7 @@ while True:
             connection.send(str(ended(pid)).encode())
         continue
     connection = ready if ready in asking else listening.accept()[0]
-    data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 64)
     question = json.loads(data or "{}")
     if "program" not in question:
         if "wait" in question:
@@ -73,15 +74,23 @@ while True:
         connection.send(str(pid).encode())
     else:
         waiting[os.pidfd_open(pid)] = pid, connection
-for one in waiting:
-    os.close(one)
-for one in (listening, connection, *asking, *(other for _, other in waiting.values())):
-    one.close()
 if len(streams) == 2:
     streams = [os.open(os.devnull, os.O_RDONLY), *streams]
-for number, stream in enumerate(streams):
+# The fork's files, and what tells of the end of who waits, where no number is wanted; then each to its own.
+*streams, asker = [fcntl.fcntl(one, fcntl.F_DUPFD, 512) for one in (*streams, connection)]
+os.closerange(3, 512)
+for stream, number in zip(streams, [0, 1, 2, *question.get("files", [])], strict=True):
     os.dup2(stream, number)
     os.close(stream)
+
+def end_with_asker():
+    if not socket.socket(fileno=asker).recv(1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if "files" in question:
+    threading.Thread(target=end_with_asker, daemon=True).start()
+else:
+    os.close(asker)
 os.environ.clear()
 os.environ.update(question["environment"])
 os.chdir(question["directory"])
@@ -121,13 +130,32 @@ os._exit(code)
 """
 MAIN = "from specdec_cli.app import main; main()"
 _COMMAND = """#!{python} -SE
-import json, os, socket, sys
+import json, os, signal, socket, sys
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-connection.connect({address!r})
-question = {{"program": {program}, "arguments": sys.argv, "environment": dict(os.environ), "directory": os.getcwd()}}
-socket.send_fds(connection, [json.dumps(question).encode()], [0, 1, 2])
-sys.exit(int(connection.recv(100)))
+try:
+    connection.connect({address!r})
+except OSError:
+    os.execv(sys.executable, [sys.executable, {otherwise}])
+
+def is_open(number):
+    try:
+        return os.fstat(number) and number != connection.fileno()
+    except OSError:
+        return False
+
+{program}
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the fork too
+files = list(filter(is_open, range(3, 256)))
+question = {{"program": program, "arguments": sys.argv, "environment": dict(os.environ), "directory": os.getcwd()}}
+socket.send_fds(connection, [json.dumps(question | {{"files": files}}).encode()], [0, 1, 2, *files])
+code = int(connection.recv(100))
+if code < 0:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
 """
+_PYTHON = """place = sys.argv.index("-c") + 1
+program, sys.argv[:place + 1] = sys.argv[place], ["-c"]"""
 
 
 class Process:
@@ -180,7 +208,7 @@ class Forks:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(exist_ok=True)
-        self._address, self._lock = str(directory / "listening"), threading.Lock()
+        self._address, self._lock = _address(directory), threading.Lock()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process: subprocess.Popen[bytes] | None = None
         with FileLock(directory / "lock"):
@@ -239,19 +267,6 @@ class Forks:
         assert process.returncode is not None
         return subprocess.CompletedProcess([*map(str, arguments)], process.returncode, stdout, stderr)
 
-    def command(self, directory: Path) -> Path:
-        """Make `specdec` in a directory, for a shell: a program that has a fork do what it is asked."""
-        return self._script(directory / "specdec", repr(MAIN))
-
-    def python(self, directory: Path) -> Path:
-        """Make `python` in a directory: it takes options, and a program behind `-c`, which a fork carries out."""
-        return self._script(directory / "python", "sys.argv.pop()")
-
-    def _script(self, made: Path, program: str) -> Path:
-        made.write_text(_COMMAND.format(python=sys.executable, address=self._address, program=program))
-        made.chmod(0o755)
-        return made
-
     def end(self) -> None:
         self._connection.close()
         if self._process is not None:
@@ -263,3 +278,27 @@ def opened_forks(directory: Path) -> Iterator[Forks]:
     forks = Forks(directory)
     yield forks
     forks.end()
+
+
+def command(made: Path, directory: Path) -> Path:
+    """Make the program `specdec`, for a shell: a fork of `Forks(directory)` does what it is asked.
+
+    It is a process as the fork is: it ends when that ends, and that is killed when it ends. Without forks it is one.
+    """
+    return _script(made, directory, f"program = {MAIN!r}", '"-m", "specdec_cli", *sys.argv[1:]')
+
+
+def python(made: Path, directory: Path) -> Path:
+    """The same for `python`: it takes options, a program behind `-c`, which a fork carries out, and its arguments."""
+    return _script(made, directory, _PYTHON, "*sys.argv[1:]")
+
+
+def _script(made: Path, directory: Path, program: str, otherwise: str) -> Path:
+    text = _COMMAND.format(python=sys.executable, address=_address(directory), program=program, otherwise=otherwise)
+    made.write_text(text)
+    made.chmod(0o755)
+    return made
+
+
+def _address(directory: Path) -> str:
+    return str(directory / "listening")

@@ -23,7 +23,6 @@ MAKE_DRAFTER: dict[str, Callable[[], Drafter]] = {
     "frequent, from 2 tokens": lambda: NgramLookup(4, min_matching_ngram_size=2, ranking="frequent"),
     "frequent, public": lambda: NgramLookup(3, ranking="frequent", pool=NgramPool()),
     "suffix": lambda: SuffixLookup(),
-    "suffix, growth": lambda: SuffixLookup(growth=2),
     "suffix, public": lambda: SuffixLookup(pool=NgramPool()),
     "suffix, small pool": lambda: SuffixLookup(pool=NgramPool(max_tokens=30)),
     "suffix, owner": lambda: PooledLookup(SuffixLookup(), OwnerPools()),

@@ -21,7 +21,7 @@ def examples(num_examples: int) -> int:
 
 
 def draws(full: int, by_default: int) -> int:
-    """The number of draws, or of texts, of a statistic."""
+    """The number of draws or texts of a statistic, or of examples that take a tenth of a second each."""
     return full if is_full() else by_default
 
 

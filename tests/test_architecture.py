@@ -16,7 +16,7 @@ import pytest
 from setuptools import find_namespace_packages
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from commands.options.hints import HINTS
+from commands.options.hints import HINTS, MESSAGES
 from runtime.util.cache import build_code, digests_of_build_code, is_left_out
 
 ROOT = Path(__file__).parents[1]
@@ -187,8 +187,8 @@ def test_nobody_imports_click() -> None:
 
 
 SPECS = (
-    "runtime.drafters.spec", "runtime.drafters.trtllm", "runtime.drafters.plugins", "runtime.drafters.specs",
-    "runtime.drafters.speculation",
+    "runtime.drafters.lists", "runtime.drafters.spec", "runtime.drafters.trtllm", "runtime.drafters.plugins",
+    "runtime.drafters.specs", "runtime.drafters.speculation",
 )  # fmt: skip
 
 
@@ -279,12 +279,12 @@ def test_runtime_names_no_flag_and_no_command() -> None:
 
 
 def test_every_code_of_an_error_has_its_hint() -> None:
-    """And no hint is for a code that no error has."""
+    """Or a message of the command line's own; and none is for a code that no error has."""
     stated = set()
     for path in modules("runtime").values():
         stated |= set(re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8")))
         stated |= set(re.findall(r'"(cache_too_\w+)"', path.read_text(encoding="utf-8")))
-    assert stated == {*HINTS, "other_environment"}
+    assert stated == {*HINTS, *MESSAGES, "other_environment"}
 
 
 def everywhere() -> dict[str, Path]:

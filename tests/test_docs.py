@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import typer.main
 from forked import Forks
@@ -32,7 +33,7 @@ OTHERS_FLAGS = {
 """Flags of scripts, of torchrun, of Continue's, and of the drafter that an example adds."""
 
 
-NUM_SAMPLES = draws(20, 4)
+NUM_SAMPLES = draws(20, 2)
 """Samples that `summarize` takes in the walk: the first of those of the documentation."""
 
 
@@ -50,7 +51,7 @@ def walk(
             for block in update_docs.walk_blocks(PAGES)
         ]
         (directory / "bin").mkdir()
-        forks.command(directory / "bin")
+        forked.command(directory / "bin" / "specdec", shared / "forks")
         outputs = update_docs.run_walk(blocks, directory / "walk", directory / "bin")
         (directory / "outputs.json").write_text(json.dumps(outputs))
         if kept := os.environ.get("CI_WALK_DIR"):  # where others wait for it
@@ -217,13 +218,16 @@ def test_python_runs(
     exec(compile(example, request.node.callspec.id, "exec"), {"__name__": "example"})
 
 
-def test_the_drafter_of_the_documentation_speculates_without_loss(walk: tuple[Path, dict[str, str]]) -> None:
+def test_the_drafter_of_the_documentation_speculates_without_loss(
+    walk: tuple[Path, dict[str, str]], shared: Path
+) -> None:
     page = PAGES["docs/drafters.md"]
     ((name, example),) = re.findall(r"<!-- file: ([\w.]+) -->\n```python\n(.*?)```", page, re.DOTALL)
     assert len(example.splitlines()) <= 12
     (walk[0] / name).write_text(example)
     (command,) = re.findall(r"```bash\n(specdec run [^`]*--drafter [^`]*)```", page)
-    output = update_docs.run_walk([update_docs.WalkBlock(command, "run")], walk[0])["run"]
+    block = update_docs.WalkBlock(command, "run")
+    output = update_docs.run_walk([block], walk[0], shared / "documentation" / "bin")["run"]
     assert "lossless check passed: 1 of 1" in output
     drafted = re.search(r"(\d+)/(\d+)", output)
     assert drafted and int(drafted[1]) > 0

@@ -123,7 +123,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = specs.read_text()
     before = "\n\n@dataclass(frozen=True)\nclass DraftTargetDrafter"
     assert before in text
-    text = text.replace(before, SPEC + before).replace("    Entry,\n", "    Entry,\n    LeaderFlag,\n", 1)
+    text = text.replace(before, SPEC + before).replace("    DrafterSpec,\n", "    DrafterSpec,\n    LeaderFlag,\n", 1)
     text = text.replace('    "ChainDrafter",\n', '    "ChainDrafter",\n    "EchoDrafter",\n')
     specs.write_text(text)
     (copy / "runtime/drafters/echo.py").write_text(ALGORITHM)

@@ -65,7 +65,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a request: its line of the results."""
+    """A request's line in the file of results, and what it cost to answer the request."""
 
     id: str
     line: bytes

@@ -260,7 +260,7 @@ class Results:
                 result = _result_of(line)
                 if result is None:
                     if number == 1 and not _is_torn(line):
-                        raise _not_ours(path, "line 1 is none of a batch")
+                        raise _not_ours(path, "line 1 is no result of a batch")
                     break
                 self._check(result, number, path)
                 self._lines.setdefault(result.id, _Line(path, start, len(line), result.is_error))

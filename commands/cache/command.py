@@ -9,7 +9,7 @@ import typer
 from commands.options.expand import expand_groups
 from commands.output.help import RUNTIME, option
 from commands.output.output import Output
-from runtime.util.cache import size_in_bytes
+from runtime.util.cache import SIZES, size_in_bytes
 from runtime.util.errors import UsageError
 
 
@@ -25,10 +25,15 @@ class StoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions:
-    """Size limit of `cache prune`."""
+    """The flag of `cache prune` that says how many bytes may stay."""
 
     max_size: Annotated[
-        str, option(RUNTIME, "Total size of engines, or of keys and values: bytes, or 500M, 20G, 1.5T.", metavar="SIZE")
+        str,
+        option(
+            RUNTIME,
+            "Total size of engines, or of keys and values: bytes, or 500M, 20G (decimal), 20GiB (binary).",
+            metavar="SIZE",
+        ),
     ]
     kv_cache_dir: Annotated[
         Path | None,
@@ -143,5 +148,5 @@ def parse_size(text: str) -> int:
     """UsageError for what is no size."""
     size = size_in_bytes(text)
     if size is None:
-        raise UsageError(f"`--max-size` is no size: {text}", hint="write bytes, or a number with K, M, G or T: 20G")
+        raise UsageError(f"`--max-size` is no size: {text}", hint=f"write {SIZES}")
     return size

@@ -23,7 +23,7 @@ def kept_in(directory: Path, *, is_named: bool) -> Kept | None:
     """Content of a directory; None where there is none that was not named. SpecDecError for a named one without any,
     or for one that cannot be read.
     """
-    if not is_named and not (directory / FILE).is_file():
+    if not is_named and not _has_store(directory):
         return None
     with _opened(directory) as store:
         return Kept(directory, store.num_bytes, store.max_bytes, store.engines())
@@ -38,10 +38,16 @@ def prune_store(directory: Path, max_bytes: int, *, is_dry_run: bool) -> tuple[i
         return store.prune(max_bytes), store.num_bytes
 
 
+def _has_store(directory: Path) -> bool:
+    """True unless there is no file, or an empty one, which a look at it would make a database of."""
+    path = directory / FILE
+    return path.is_file() and path.stat().st_size > 0
+
+
 @contextmanager
 def _opened(directory: Path) -> Iterator[BlockStore]:
     directory = directory.expanduser()
-    if not (directory / FILE).is_file():
+    if not _has_store(directory):
         raise SpecDecError(f"there are no keys and values in: {directory}", hint="name a `--kv-cache-dir` of a run")
     try:
         store = BlockStore(directory, renews=False)

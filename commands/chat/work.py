@@ -66,7 +66,8 @@ class Conversation:
         if self.toolbox is not None and (calls is None or (not template.knows_tools and self.tool_call_parser is None)):
             raise SpecDecError(
                 "the model's chat template knows no tools, or calls them in a format that is not known",
-                hint="take a model that was trained for tools, or name the format of its calls by `--tool-call-parser`",
+                hint="take a model that was trained for tools, or name the format of its calls by "
+                "`--tool-call-parser`, such as `hermes`",
                 code="no_tools",
             )
         tools = () if self.toolbox is None else self.toolbox.tools
@@ -98,7 +99,9 @@ class Conversation:
         self.last = None
 
     def go_on(self, kept: KeptMessages) -> None:
-        """Go on with the messages that are kept, and keep those that come. UsageError for another system message."""
+        """Go on with a kept conversation: its messages come first, and later messages are kept with them. UsageError
+        if `--system` is another system message than the conversation began with.
+        """
         messages = kept.read()
         self.kept = kept
         if not messages:
@@ -170,6 +173,11 @@ class Conversation:
             self.messages.append({"role": "tool", "tool_call_id": f"call{i}", "name": name, "content": gave})
         return are_allowed
 
+    @property
+    def _more_room(self) -> str:
+        given = "build an engine with more room" if self.setup.llm.bundle.model is None else "give more room"
+        return f"{given}: `--max-seq-len`"
+
     def _request(self) -> Request:
         """Request for the conversation, with as many tokens as fit."""
         llm = self.setup.llm
@@ -181,7 +189,7 @@ class Conversation:
             said_before = len(self.messages) > 1 + (self.system is not None)
             raise SpecDecError(
                 f"the conversation is longer than the engine takes ({longest} tokens): {len(prompt)}",
-                hint="/reset begins another" if said_before else "say less, or build an engine with more room",
+                hint="/reset begins another" if said_before else f"say less, or {self._more_room}",
             )
         request = llm.after_thinking(template.with_prompt(0, prompt, 0))
         request = replace(request, grammar=self._grammar(request))

@@ -57,7 +57,11 @@ class CheckOptions:
         has_flag = any(value is not None and not is_setting(name) for name, value in given.items())
         model, files = model_among(list(map(str, self.receipts)), has_flag=has_flag)
         if not files:
-            raise UsageError(f"no receipts are given: {model}", hint="`specdec check receipts.jsonl demo`")
+            raise UsageError(
+                f"no receipts are given: {model}",
+                hint=f"`specdec check receipts.jsonl {model}`; `specdec run {model} --receipts receipts.jsonl` writes "
+                "receipts",
+            )
         return replace(self, receipts=[Path(file) for file in files]), target.named(model)
 
     def check(self, output: Output) -> None:

@@ -20,7 +20,7 @@ from runtime.util.reading import parse_json, read_utf8, shown
 
 
 class DifferentSetting(Record):
-    """A setting, or a fact of the engine or the versions, that differs."""
+    """A value that differs between the two documents: a setting, a fact about the engine, or a version."""
 
     name: str
     a: Any = Field(description="null where this side does not have it")

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from commands.options.parameters import NOT_IN_FILES, commands_of, nearest
 from commands.options.settings import VARIABLES, Held, home_file, settings_of
+from commands.options.spellings import normalize_name
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output
 from runtime.util.errors import UsageError
@@ -42,10 +43,14 @@ def settings_of_one(context: Any, name: str) -> list[SettingRecord]:
 
 def settings_of_all(context: Any) -> list[SettingRecord]:
     """Settings that variables and files hold for any command."""
-    found: dict[SettingRecord, None] = {}
+    found: dict[tuple[str, str, str], SettingRecord] = {}
     for name, command in commands_of(context).items():
-        found |= dict.fromkeys(_settings(context, name, command, with_defaults=False))
-    return [*found, *_variables()]
+        for one in _settings(context, name, command, with_defaults=False):
+            flag = normalize_name(one.name.removeprefix("--"))  # `convert` calls `--quantization` otherwise: one row
+            key = (flag, one.value, one.origin)
+            if key not in found or one.name == f"--{flag}":
+                found[key] = one
+    return [*found.values(), *_variables()]
 
 
 def _settings(parent: Any, name: str, command: Any, *, with_defaults: bool) -> list[SettingRecord]:

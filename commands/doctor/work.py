@@ -19,6 +19,8 @@ from commands.doctor.page import doctor_page
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.engine_choice import EngineChoice
+from commands.options.expand import MODEL_AT_HAND
+from commands.options.hints import for_model
 from commands.options.sessions import open_engine
 from commands.output.documents.records import Counts, measured_head
 from commands.output.documents.settings import EngineRecord
@@ -91,7 +93,7 @@ def _diagnosis(name: str, judgement: Judgement | None) -> Diagnosis:
         number=judgement.number,
         limit=judgement.limit,
         message=judgement.message,
-        remedy=REMEDIES[name] if judgement.is_fault else None,
+        remedy=for_model(REMEDIES[name], MODEL_AT_HAND.get()) if judgement.is_fault else None,
     )
 
 
@@ -101,16 +103,21 @@ def show(judgements: Mapping[str, Judgement | None], output: Output) -> None:
         if judgement is not None and not judgement.is_fault:
             output.result(f"ok     {judgement.message}")
     if unknown := [name for name, judgement in judgements.items() if judgement is None]:
-        output.result(f"not checked: {', '.join(unknown)}")
+        output.result(f"not checked: {', '.join(map(_words, unknown))}")
     for name in found:
         judgement = judgements[name]
         assert judgement is not None
-        output.result(f"FOUND  {name}: {judgement.message}")
-        output.result(f"       {REMEDIES[name]}")
+        output.result(f"FOUND  {_words(name)}: {judgement.message}")
+        output.result(f"       {for_model(REMEDIES[name], MODEL_AT_HAND.get())}")
         if output.quiet:
             output.text(name)
     num_judged = sum(judgement is not None for judgement in judgements.values())
     output.result(f"looked at: {num_judged}, found: {len(found)}")
+
+
+def _words(name: str) -> str:
+    """A diagnosis's name as words: `reuse never hits`."""
+    return name.replace("_", " ")
 
 
 _LOWER, _POOL, _CORPUS = (

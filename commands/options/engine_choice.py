@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.options.drafter_flags import algorithm_flag, example_of
+from commands.options.expand import MODEL_AT_HAND
 from commands.options.leader_flags import LeaderOptions, ModelDir, ModelEngineOptions, ModelOptions
 from commands.options.model_word import ModelWord, is_surely_model, may_be_model, named_by
 from commands.options.settings import is_setting
@@ -30,12 +31,12 @@ from runtime.checkpoint.resolve import (
 )
 from runtime.core.params import Mode, SamplingParams
 from runtime.drafters.heads.head_config import DraftOutputSettings, hidden_states_for
-from runtime.drafters.spec import Devices
+from runtime.drafters.lists import Devices
 from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.engine.devices import check_device_ids
 from runtime.text.chat import check_chat_template
-from runtime.util.cache import begin_digests, size_in_bytes
+from runtime.util.cache import SIZES, begin_digests, size_in_bytes
 from runtime.util.errors import UsageError
 
 if TYPE_CHECKING:
@@ -128,7 +129,12 @@ class KVDiskOptions:
     ] = None
     kv_cache_disk_size: Annotated[
         str | None,
-        option(KV_CACHE, "Most bytes in that directory: bytes, or 500M, 20G.", shown="as before; 20G", metavar="SIZE"),
+        option(
+            KV_CACHE,
+            "Most bytes in that directory: bytes, or 500M, 20G (decimal), 20GiB (binary).",
+            shown="as before; 20G",
+            metavar="SIZE",
+        ),
     ] = None
 
     @property
@@ -139,7 +145,7 @@ class KVDiskOptions:
         if not (size := size_in_bytes(self.kv_cache_disk_size)):
             raise UsageError(
                 f"`--kv-cache-disk-size` is no size: {self.kv_cache_disk_size}",
-                hint="write bytes, or a number with K, M, G or T: 20G",
+                hint=f"write {SIZES}",
             )
         return size
 
@@ -246,6 +252,7 @@ class EngineChoice:
         check_needed_drafter(speculation, check_lossless=check_lossless, has_copy=has_copy)
         if self.tokenizer_dir is not None:
             resolve_tokenizer(self.tokenizer_dir)
+        MODEL_AT_HAND.set(self.model_dir)
         if self.model_dir is not None:
             check_is_model(model_dir := resolve_model(self.model_dir))
             check_weight_files(model_dir)
@@ -268,14 +275,14 @@ class EngineChoice:
             refuse_unreadable_tokenizer(self._tokenizer_files)
 
     def check_chat_template(self) -> None:
-        """The same, and SpecDecError for a tokenizer without a chat template that conversations can have."""
+        """`check_tokenizer`, and SpecDecError for a tokenizer whose files have no chat template."""
         self.check_tokenizer()
         if self._tokenizer_files is not None:
             check_chat_template(self._tokenizer_files, str(self.tokenizer_dir or self.model_dir))
 
     @property
     def _tokenizer_files(self) -> Path | None:
-        """None of an engine, which is there: it says itself what it lacks."""
+        """Place of the tokenizer that `--tokenizer-dir` or the model gives; None for an engine, which has its own."""
         if self.tokenizer_dir is not None:
             return resolve_tokenizer(self.tokenizer_dir)
         return None if self.model_dir is None else resolve_model(self.model_dir)

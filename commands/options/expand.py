@@ -34,6 +34,10 @@ class Command:
 CURRENT_COMMAND: ContextVar[Command | None] = ContextVar("current_command", default=None)
 
 
+MODEL_AT_HAND: ContextVar[str | None] = ContextVar("model_at_hand", default=None)
+"""The model that the command was given in the place of an engine: its user builds none, and hints name the model."""
+
+
 def current_command() -> Command | None:
     """The one that was called last: what hints may speak of."""
     return CURRENT_COMMAND.get()
@@ -55,6 +59,7 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def expanded(**given: Any) -> None:
         CURRENT_COMMAND.set(current)
+        MODEL_AT_HAND.set(None)
         values = signature.bind(**given)
         values.apply_defaults()
         command(**{parameter.name: _value_of(parameter, values.arguments) for parameter in parameters})

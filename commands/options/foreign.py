@@ -116,6 +116,10 @@ _ADAPTER = _Answer(
     "merge the adapter into its model (PEFT's `merge_and_unload`), and give that",
     takes_value=False,
 )
+_DATA = _Answer(
+    "there are two flags for data: {flag} {value}",
+    "`--traces FILE` has recorded answers, and `--input-file FILE` prompts, which the model answers first",
+)
 ANSWERS = {
     "tensor-parallel-size": _SPLIT,
     "pipeline-parallel-size": _Answer(
@@ -149,6 +153,7 @@ ANSWERS = {
         "keys and values of all prompts are kept in one directory: {flag} {value}",
         "`--kv-cache-dir DIR`, with `--kv-cache-disk-size 20G`",
     ),
+    **dict.fromkeys(("data", "data-path", "data-file", "train-data", "training-data", "train-file"), _DATA),
     "hf-file": _Answer("a file of a repository is named with it: {flag} {value}", "`specdec run OWNER/NAME:Q4_K_M`"),
 }
 """Flags that mean something else here."""

@@ -1,9 +1,9 @@
 """Hints that name the flag to turn: the command line's own remedies for the library's errors, and the flags' names.
 
-One table from codes (`SpecDecError.code`) to hints. The values of an error stand in braces; an error without a code, or
-with one that the library's own words are best for, keeps its hint. Of several pieces of advice those are given whose
-flags the command has, by its names for them; the flags of other commands stand behind the command (`specdec build
---max-seq-len`).
+One table from codes (`SpecDecError.code`) to hints that name a flag or a command. Any other error keeps the library's
+hint, which stands at the setting (`Setting.hint`, `RequestField.hint`) or where the error is raised. The values of an
+error stand in braces. Of several pieces of advice those are given whose flags the command has, by its names for them;
+the flags of other commands stand behind the command (`specdec build --max-seq-len`).
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 from typer import TyperException
 
 from commands.options.drafter_flags import example_of, users_of
-from commands.options.expand import current_command
+from commands.options.expand import MODEL_AT_HAND, current_command
 from commands.options.foreign import COMMANDS
 from commands.options.settings import origin_of
 from commands.options.shared import QFORMATS
@@ -24,7 +24,8 @@ from runtime.checkpoint.bundle import DRAFT_VOCAB
 from runtime.drafters.specs import NgramDrafter
 from runtime.util.errors import SpecDecError
 
-_BUILD_AGAIN = "run `specdec build` again"
+BUILD_AGAIN = "`specdec build` again"
+_BUILD_AGAIN = f"run {BUILD_AGAIN}"
 _CONVERT_AGAIN = "run `specdec convert` again"
 _DRAFTS = (
     "specdec build --speculative-decoding-mode draft_tokens_external --use-paged-context-fmha enable --max-draft-len"
@@ -32,7 +33,11 @@ _DRAFTS = (
 
 HINTS: dict[str, str | tuple[str, ...]] = {
     "bad_tokenizer": "give another tokenizer with `--tokenizer-dir`; transformers said: {reason}",
-    "batch_size": "lower it, or build with a larger `specdec build --max-batch-size`",
+    "batch_size": (
+        "lower it",
+        "build with a larger `specdec build --max-batch-size`",
+        "with `--model-dir` give a larger `--max-batch-size`",
+    ),
     "block_reuse": "leave `--kv-cache-enable-block-reuse` on",
     "cache_too_large": ("lower `--max-tokens-in-paged-kv-cache`", "free memory"),
     "cache_too_large_for_gpu": ("raise `--kv-cache-free-gpu-memory-fraction`", "free memory on the device"),
@@ -54,17 +59,14 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "disk_without_reuse": "leave `--kv-cache-dir` out",
     "disk_of_ranks": "leave `--kv-cache-dir` out",
     "disk_too_small": ("raise `--kv-cache-disk-size`", "lower `--max-seq-len`"),
-    "draft_len": f"lower the draft length, or build with `{_DRAFTS} {{max_draft_len}}{{what_drafts}}`",
-    "draft_len_of_masks": f"lower the draft length, or build it with `{_DRAFTS} {{max_draft_len}}`",
+    "draft_len": ("lower the draft length", f"build with `{_DRAFTS} {{max_draft_len}}{{what_drafts}}`"),
+    "draft_len_of_masks": ("lower the draft length", f"build it with `{_DRAFTS} {{max_draft_len}}`"),
     "drafter_failed": "`specdec --debug` shows where",
     "draft_vocab_size": "lower it, or leave `--draft-vocab` out",
-    "empty_word": "leave it out",
-    "end_id": "give an id of the engine's tokenizer",
     "engine": _BUILD_AGAIN,
     "engine_for_model": "it answers prompts as it is: `specdec run {path}`",
     "engine_for_checkpoint": "give the directory that `specdec convert` wrote",
     "exists": "`--force` replaces it",
-    "foreign_word": "leave it out",
     "group_size": ("quantize whole rows: `--group-size -1`", "quantize to `--qformat int8`"),
     "aot_on_gpu": ("use `--compiler torch-compile`", "use no compiler: `--compiler none`"),
     "lacks_operations": ("use `--compiler torch-compile`", "use no compiler: `--compiler none`"),
@@ -74,7 +76,6 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     ),
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
     "model_for_engine": ("name it as the first word: `specdec run {path}`", "to draft, as `--draft-model-dir {path}`"),
-    "ngram_sizes": "lower it, or look up longer n-grams (max_matching_ngram_size)",
     "no_checkpoint": "make it with `specdec convert`: `specdec convert demo` writes the directory `checkpoint`",
     "no_compiler": (
         "install one (the package `g++`)",
@@ -118,7 +119,11 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_token_left": "relax the penalties, `--no-repeat-ngram-size`, `--bad-words`, `--min-tokens` or "
     "`--allowed-token-ids`",
     "no_tokenizer": "name a tokenizer with `--tokenizer-dir`",
-    "none_fits": "give shorter prompts, or build for longer prompts: `specdec build --max-input-len N --max-seq-len N`",
+    "none_fits": (
+        "give shorter prompts",
+        "build for longer prompts: `specdec build --max-input-len N --max-seq-len N`",
+        "with `--model-dir` give a larger `--max-seq-len`",
+    ),
     "nothing_to_quantize": "leave `--self-draft` out",
     "not_an_engine": "make one with `specdec build`",
     "not_ours": "`--force` replaces only specdec's own output; choose another directory or remove this one",
@@ -153,8 +158,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "size_of_no_vocab": "give a vocabulary too, such as `--draft-vocab auto`",
     "state_interval": "leave `--state-checkpoint-interval` out",
     "tokenizer_is_code": "name a tokenizer that transformers has a class for with `--tokenizer-dir`",
-    "top_k": "give at most the size of the vocabulary, or 0 for all tokens",
-    "tune_draft_len": "lower it, or build with a larger `specdec build --max-draft-len`",
+    "tune_draft_len": ("lower it", "build with a larger `specdec build --max-draft-len`"),
 }
 
 
@@ -184,12 +188,30 @@ def hint_of(error: SpecDecError) -> str | None:
     """Remedy for an error on the command line."""
     if error.code == "other_environment":
         return _rebuild(**error.values)
-    template = HINTS.get(error.code or "")
+    template, model = HINTS.get(error.code or ""), MODEL_AT_HAND.get()
     pieces = [template] if isinstance(template, str) else template or ()
     fitting = [named for piece in pieces if (named := _by_the_commands_names(piece)) is not None]
     if not fitting:
         return error.hint
-    return ", or ".join(fitting).format(**_values(error))
+    hint = ", or ".join(fitting if model is None else _without_engines(fitting)).format(**_values(error))
+    return hint if model is None else for_model(hint, model)
+
+
+def for_model(advice: str, model: str | None) -> str:
+    """The advice to a user who named this model, and built no engine; unchanged for None."""
+    if model is None:
+        return advice
+    anew = f"have the engine built anew (`specdec rm {shlex.quote(model)}`)"
+    for again in (f", then `specdec convert` and {BUILD_AGAIN}", ", and `specdec convert` again"):
+        advice = advice.replace(again, "")  # a model that has changed is converted and built by itself
+    advice = advice.replace(_BUILD_AGAIN, anew).replace(BUILD_AGAIN, anew)
+    return advice.replace("build with a larger `--", "give a larger `--")
+
+
+def _without_engines(pieces: list[str]) -> list[str]:
+    """The pieces of advice that a user follows who named a model: `with --model-dir give a larger --max-seq-len`."""
+    others = [piece.removeprefix("with `--model-dir` ") for piece in pieces if "`specdec build" not in piece]
+    return others or pieces
 
 
 def _by_the_commands_names(piece: str) -> str | None:
@@ -248,6 +270,13 @@ def _what_drafts(build: Any, head: object = "HEAD", engine_dir: object = "ENGINE
 
 
 _NO_COMMAND = re.compile("No such command `([^`]+)`")
+_OF_MISSING = {
+    "check receipts": "`specdec check receipts.jsonl demo`; `specdec run demo --receipts receipts.jsonl` writes them",
+    "regress --traces": "`specdec regress demo --traces old.jsonl`; `specdec run demo --output-traces old.jsonl` has "
+    "them",
+    "train --output-dir": "name a new directory for the head: `--output-dir head`",
+}
+"""Hints for what must be given, by the command and the flag or argument."""
 _NUMBERS = {
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
@@ -280,6 +309,8 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         hint, text = COMMANDS[found[1]], text.partition(";")[0]
     if not text:  # a value that must be given
         text = f"missing: {_flag(error)}"
+        parameter: Any = getattr(error, "param", None)
+        hint = _OF_MISSING.get(f"{getattr(where, 'info_name', '')} {parameter.opts[0]}", hint)
     return text[:1].lower() + text[1:], hint
 
 

@@ -23,11 +23,11 @@ ModelWord = Annotated[
 ]
 
 _HUB_ID_OF_AN_OWNER = re.compile(
-    r"(hf://|(https?://)?(hf\.co|huggingface\.co)/)?[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?"
+    r"(hf://|(https?://)?(hf\.co|huggingface\.co)/)?[A-Za-z0-9][\w.-]*/[\w.-]+([:@][\w./-]+)?"
 )
 _PATH = re.compile(r"(~|\.\.?)?/\S*")
 _FILES = (".jsonl", ".json")
-_ONE_WORD = re.compile(r"[A-Za-z0-9][\w.:-]*")
+_ONE_WORD = re.compile(r"[A-Za-z0-9][\w.:@-]*")
 
 
 def is_surely_model(word: str) -> bool:

@@ -33,7 +33,7 @@ class FormOptions:
     )
 
     def read(self) -> "FormOptions":
-        """The same with the texts of files. SpecDecError for a file that cannot be read."""
+        """Copy with the content of each file in the place of its path. SpecDecError for a file that cannot be read."""
         if self.json_schema is None and self.grammar is None:
             return self
         schema, grammar = self.json_schema, self.grammar

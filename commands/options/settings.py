@@ -18,9 +18,10 @@ from typing import Any
 
 from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
 from commands.options.parameters import NOT_IN_FILES, PREFIX, commands_in, commands_of, variables_of
-from commands.options.spellings import normalize_name
+from commands.options.spellings import is_of_one_command, normalize_name
 from commands.output.output import warn
 from runtime.drafters.specs import DRAFTERS
+from runtime.util.errors import UsageError
 
 VARIABLES = {
     "SPECDEC_CACHE_DIR": "directory of engines, kernels and digests; `~/.cache/specdec`",
@@ -117,7 +118,7 @@ class Defaults(dict[str, Any]):
 
     @property
     def held(self) -> dict[str, Held]:
-        """Values of the files for the command, by the flags' Python names. SpecDecError as for `read_settings`."""
+        """Settings that files give the command, by the flags' Python names. The errors of `read_settings`."""
         if self._held is None:
             self._held = {}
             named = self.context.params.get("config")
@@ -219,8 +220,31 @@ def _reset(context: Any, name: str) -> None:
 
 def _tell_unknown_variables(context: Any) -> None:
     """Warn of variables that no flag of any command has, once."""
-    given = {name for name in os.environ if name.startswith(f"{PREFIX}_")} - VARIABLES.keys()
-    _tell(frozenset(name for name in given if not _is_of_others(name)), context.find_root().command)
+    given = {name for name, value in os.environ.items() if name.startswith(f"{PREFIX}_") and value} - VARIABLES.keys()
+    given = {name for name in given if not _is_of_others(name)}
+    _check_spelled_once(given)
+    _tell(frozenset(given), context.find_root().command)
+
+
+def _check_spelled_once(given: Collection[str]) -> None:
+    """UsageError for variables that are two spellings of one flag: SPECDEC_MAX_MODEL_LEN and SPECDEC_MAX_SEQ_LEN."""
+    spelled: dict[str, list[str]] = {}
+    for name in sorted(given):
+        spelled.setdefault(_flag_of(name), []).append(name)
+    for flag, names in spelled.items():
+        if len(names) > 1:
+            other = next(name for name in names if name != _variable_of(flag))
+            raise UsageError(f"two variables give one setting: {' and '.join(names)}", hint=f"unset {other}")
+
+
+def _flag_of(variable: str) -> str:
+    """The flag's name, in our spelling: `max-seq-len` for SPECDEC_MAX_MODEL_LEN."""
+    name = variable.removeprefix(f"{PREFIX}_").lower().replace("_", "-")
+    return name if is_of_one_command(name) else normalize_name(name)
+
+
+def _variable_of(flag: str) -> str:
+    return f"{PREFIX}_{flag.replace('-', '_').upper()}"
 
 
 def _is_of_others(name: str) -> bool:
@@ -234,7 +258,7 @@ def _tell(given: frozenset[str], group: Any) -> None:
     known = {name for _, command in commands_in(group) for param in command.params for name in variables_of(param)}
     known |= VARIABLES.keys()
     for name in sorted(given - known):
-        right = f"{PREFIX}_{normalize_name(name.removeprefix(f'{PREFIX}_').lower()).replace('-', '_').upper()}"
+        right = _variable_of(_flag_of(name))
         near = [right] if right in known else difflib.get_close_matches(name, known, 1)
         hint = f"perhaps {near[0]}" if near else "`specdec config show COMMAND` lists the flags that have one"
         warn(f"no flag has the variable {name}: {hint}")

@@ -128,7 +128,8 @@ class _Reader:
                 found |= self._speculative_config(value, command)
             elif self._command_named(name) is not None and name != "config" and not self._is_flag(name, command):
                 raise UsageError(
-                    f"`{name}` is a section, and has a value: {self.place(key)}", hint="put its settings under it"
+                    f"`{name}` is a section, which holds settings and no value: {self.place(key)}",
+                    hint="put its settings under it",
                 )
             else:
                 stands_here = any(one is key for one, _ in mapping.value)  # and is not taken in from elsewhere
@@ -169,7 +170,7 @@ class _Reader:
         return normalize_name(name, command.name.replace("-", "_") if command.name else "")
 
     def _flag(self, key: yaml.ScalarNode, node: yaml.Node, command: Any, *, is_own: bool) -> dict[str, Setting]:
-        """The setting of one flag; nothing for a flag of another command, for null, and for what has no effect."""
+        """`{name: setting}` for a flag of this command; `{}` for another command's, for null, or without effect."""
         options = options_of(command)
         name = self._normalized(key.value, command)
         if name in options and _is_null(node):

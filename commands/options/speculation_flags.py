@@ -9,7 +9,8 @@ from commands.options.drafter_flags import DrafterFlags, algorithm_flag, example
 from commands.options.expand import given_flags
 from commands.output.help import SPECULATION, as_flag, config_flag, option
 from commands.output.output import note, warn
-from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting
+from runtime.drafters.lists import Devices, Parsed
+from runtime.drafters.spec import DrafterSpec, DraftLenMode, Setting
 from runtime.drafters.specs import DRAFTERS, lookups
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.trtllm import DRAFT_LEN
@@ -130,27 +131,30 @@ def speculation_from_flags(
     `leader` None: as TensorRT-LLM's orchestrator mode (V1) has it, where each drafter needs its own flag. UsageError
     for several drafters without an order, two spellings of one, or half of one.
     """
-    configs = {name: given[config_flag(spec)] for name, spec in DRAFTERS.items() if config_flag(spec) in given}
-    flags = _Flags({flag[2:].replace("-", "_"): value for flag, value in given.items()}, configs, leader, drafters)
+    lists = {
+        name: spec.description.form.parse(given[flag], flag)
+        for name, spec in DRAFTERS.items()
+        if (flag := config_flag(spec)) in given
+    }
+    flags = _Flags({flag[2:].replace("-", "_"): value for flag, value in given.items()}, lists, leader, drafters)
     names = flags.drafter_names()
-    chosen = [flags.parse(DRAFTERS[name], names) for name in names]
+    chosen = tuple(flags.spec_of(DRAFTERS[name], names) for name in names)
     flags.check_used(names)
-    devices = list(dict.fromkeys(ids for _, ids in chosen if ids is not None))
+    devices = list(dict.fromkeys(one.devices for one in lists.values() if one.devices is not None))
     if len(devices) > 1:
         raise UsageError(
             f"the drafters name different devices for the target: {', '.join(str(list(one)) for one in devices)}",
             hint="name the same devices in each",
         )
-    speculation = Speculation(tuple(drafter for drafter, _ in chosen), draft_len_mode)
-    return speculation, devices[0] if devices else None
+    return Speculation(chosen, draft_len_mode), devices[0] if devices else None
 
 
 @dataclass(frozen=True)
 class _Flags:
-    """The flags of one command line. `given` has them by their Python names, `configs` those that choose a drafter."""
+    """The flags of one command line, by their Python names. `lists` has what V1's lists gave, by drafters' names."""
 
     given: Mapping[str, Any]
-    configs: Mapping[str, str]
+    lists: Mapping[str, Parsed]
     leader: LeaderFlags | None
     drafters: str | None
     """Value of `--drafters`."""
@@ -168,17 +172,17 @@ class _Flags:
                 f"`--spec-decode-algo` and `--drafters` cannot be given together: {algorithm}",
                 hint="`--drafters` names the algorithms",
             )
-        if algorithm is not None and self.configs:
-            flag = config_flag(DRAFTERS[next(iter(self.configs))])
+        if algorithm is not None and self.lists:
+            flag = config_flag(DRAFTERS[next(iter(self.lists))])
             raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")
         if algorithm is not None:
             return self._all() if algorithm == _AUTO else [algorithms()[algorithm]]
         if drafters is not None and drafters.strip().lower() == "auto":
             return self._all()
         models = self._with_model()
-        if self.leader and drafters is None and not self.configs and models:
+        if self.leader and drafters is None and not self.lists and models:
             return models  # a draft model alone says what drafts
-        return _chosen_names(list(self.configs), drafters)
+        return _chosen_names(list(self.lists), drafters)
 
     def _algorithm(self) -> str | None:
         """The algorithm of leader mode."""
@@ -196,7 +200,7 @@ class _Flags:
     def _all(self) -> list[str]:
         """The drafters that are given, in leader mode or else a lookup; the models that are given."""
         if self.leader is None:
-            names = {*self.configs}
+            names = {*self.lists}
         else:
             many = self.leader.answers_many
             asked = (
@@ -204,7 +208,7 @@ class _Flags:
                 for name, spec in DRAFTERS.items()
                 if spec.is_in_auto or (spec.is_in_auto_of_many and many) or self._has_own_flag(spec)
             )
-            names = {*(self.configs or asked)}
+            names = {*(self.lists or asked)}
             names |= {*self._with_model()}
             names |= {name for name, spec in DRAFTERS.items() if spec.needs_copy and self.leader.drafts_by_copy}
             names |= {name for name, spec in DRAFTERS.items() if spec.is_in_model(self.leader.model_dir)}
@@ -243,28 +247,26 @@ class _Flags:
         is_others = any(other.models() and other.reads(value) for other in others) if value is not None else True
         return own if spec.is_in_model(own) and is_others and not spec.is_in_model(value) else value
 
-    def parse(self, spec: type[DrafterSpec], names: Collection[str]) -> tuple[DrafterSpec, Devices]:
-        """A drafter by its own flag, or else by those of leader mode, of these drafters; and the target's devices."""
-        described, config = spec.description, self.configs.get(spec.description.name)
-        devices: Devices = None
-        values: dict[str, Any] = {}
-        if config is not None:
-            values, devices = described.form.parse(config, config_flag(spec))
-        elif self.leader is None or described.algorithm is None:
+    def spec_of(self, spec: type[DrafterSpec], names: Collection[str]) -> DrafterSpec:
+        """One of the drafters `names`, with the settings of its list, and those that other flags give."""
+        described, own = spec.description, self.lists.get(spec.description.name)
+        if own is None and (self.leader is None or described.algorithm is None):
             raise UsageError(
                 f"`--drafters` names {described.name}, which needs `{config_flag(spec)}`: {self.drafters}",
                 hint=_form_hint(spec),
             )
+        values = {} if own is None else dict(own.values)
         for name, setting in spec.settings().items():
+            if name in values:
+                continue
             value = self._model_of(spec, setting, names) if name in spec.models() else self._own_value(setting)
-            if name not in values and value is None and self.leader and config is None:
+            if value is None and own is None:
                 value = self._leader_default(setting)
-            if name not in values and value is not None:
+            if value is not None:
                 values[name] = value
-        for name, setting in spec.models().items():
-            if name not in values:
-                raise self._missing(spec, setting, config)
-        return spec(**values), devices
+            elif name in spec.models():
+                raise self._missing(spec, setting, own)
+        return spec(**values)
 
     def _leader_default(self, setting: Setting) -> int | None:
         """Drafts that are cut to what pays may be long; others are as long as TensorRT-LLM's."""
@@ -274,11 +276,11 @@ class _Flags:
             return longest
         return setting.leader_fixed or min(longest, DRAFT_LEN)
 
-    def _missing(self, spec: type[DrafterSpec], setting: Setting, config: str | None) -> UsageError:
+    def _missing(self, spec: type[DrafterSpec], setting: Setting, own: Parsed | None) -> UsageError:
         described = spec.description
-        if config is not None:
+        if own is not None:
             return UsageError(
-                f"`{config_flag(spec)}` needs the {described.title}'s engine: {config}",
+                f"`{config_flag(spec)}` needs the {described.title}'s engine: {own.text}",
                 hint=f"`{as_flag(setting.flag or '')}` names it; `specdec build` makes it from the {described.title}'s "
                 "checkpoint",
             )
@@ -336,9 +338,8 @@ class _Flags:
 
     def _list_says(self, spec: type[DrafterSpec], flag: str) -> bool:
         """True if the drafter's own flag is given with the value of this flag of leader mode."""
-        if spec.description.name not in self.configs:
-            return False
-        said = spec.description.form.fields
+        own = self.lists.get(spec.description.name)
+        said = () if own is None else own.values
         return any(name in said for name, setting in spec.settings().items() if setting.leader_flag == flag)
 
 

@@ -74,6 +74,11 @@ def normalize_name(name: str, command: str = "") -> str:
     return _OF_COMMAND.get(command, {"output-len": "max-output-len"}).get(name, name)
 
 
+def is_of_one_command(name: str) -> bool:
+    """True for a flag that one command has, and whose name is another spelling of something else elsewhere."""
+    return any(name in names for names in _NOT_RENAMED.values())
+
+
 # Flags of a command that may stand without a value, and the value that they have then.
 _USUAL_VALUES = {"chat": {"continue": "last"}}
 

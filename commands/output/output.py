@@ -68,13 +68,13 @@ class Output:
         self.styled(visible(text) if sys.stdout.isatty() else text, end)
 
     def styled(self, text: str, end: str = "\n") -> None:
-        """The same, of what has been made visible and given its colours."""
+        """`text`, for a text whose control characters are replaced already and which has its colours."""
         if not self.json:
             sys.stdout.write(text + end)
             sys.stdout.flush()
 
     def dimmed(self, text: str, end: str = "\n") -> None:
-        """Generated text that matters less."""
+        """Generated text that matters less, such as reasoning, in a dim style."""
         if not self.json:
             stdout().print(Text(visible(text), style="dim"), end=end, soft_wrap=True)
 

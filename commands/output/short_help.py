@@ -1,6 +1,6 @@
 """`--help` of `specdec` and of commands with many flags: plain text, a line for each command or common flag.
 
-`specdec_cli.help_texts` has these texts ready, made by `python -m scripts.tools.update_docs`: no command is imported to
+`specdec_cli/help.txt` has these texts ready, made by `python -m scripts.tools.update_docs`: no command is imported to
 show one. Only ASCII is in them, so that any terminal can show them.
 """
 

@@ -107,7 +107,9 @@ def _ask(
 ) -> list[ServeRequest]:
     n = body.n or 1
     if len(prompts) * n > served.max_sequences:
-        raise HTTPError(400, f"more outputs than this server takes at once: {len(prompts)} x {n}", param="n")
+        raise HTTPError(
+            400, f"more outputs than this server takes at once, prompts x `n`: {len(prompts)} x {n}", param="n"
+        )
     if max_tokens == 0 and not echoes:
         raise HTTPError(400, "max_tokens is 0 without `echo`: nothing was asked", param="max_tokens")
     params = _params(served, body, max(max_tokens, 1), logprobs)
@@ -258,5 +260,5 @@ def _own_lookup(asked: Speculative) -> LookupDrafter | None:
         flags = " and ".join(f"`{spec.description.flag}`" for spec in named)
         raise HTTPError(400, f"{flags} cannot be given together", param="speculative")
     for spec, config in named.items():
-        return spec(**spec.description.form.parse(str(config), spec.description.flag)[0])
+        return spec(**spec.description.form.parse(str(config), spec.description.flag).values)
     return None

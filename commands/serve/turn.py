@@ -39,6 +39,6 @@ class Turn:
 
     @contextmanager
     def rendering(self) -> Iterator[None]:
-        """The same for a chat template, of which a few are rendered at once."""
+        """`left`, for rendering a chat template; waits where a few are being rendered already."""
         with self.left(), self._templates:
             yield

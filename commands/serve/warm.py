@@ -49,7 +49,9 @@ def _requests(served: ServedModel, line: Any, where: str, key: bytes | None) -> 
         for one in made:
             served.llm.engine.check_request(one.request)
     except (HTTPError, SpecDecError) as error:
-        raise SpecDecError(f"{where} is no request that can be computed: {error}", hint="correct the line") from None
+        raise SpecDecError(
+            f"{where} is a request that the server cannot answer: {error}", hint="correct the line"
+        ) from None
     return [one.request for one in salted(made, salt_scope(key), asked.cache_salt)]
 
 

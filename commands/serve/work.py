@@ -25,6 +25,7 @@ from commands.serve.http.errors import HTTPError
 from commands.serve.http.request_log import RequestLog
 from commands.serve.http.routes import make_app
 from commands.serve.http.server import Address, Certificate, errors_logged, serve
+from commands.serve.http.unread import ReadsBodies
 from commands.serve.receipts import OnProgress, logging_receipts
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from commands.serve.warm import warm
@@ -196,4 +197,4 @@ def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions, *, is
     app: Any = Guard(inner, options.api_key, origins, is_of_this_machine=is_of_this_machine)
     if origins:
         app = CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"])
-    return RequestLog(app) if options.log_requests else app
+    return ReadsBodies(RequestLog(app) if options.log_requests else app)

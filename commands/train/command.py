@@ -75,7 +75,7 @@ def _check_head(given: HeadConfig, inputs: TrainInputs, options: TrainOptions) -
     if given.kind not in ("eagle3", "mtp"):
         raise UsageError(
             f"a head of this kind cannot be trained, {given.kind}: {inputs.draft_model_dir}",
-            hint="leave it out, and an EAGLE-3 head is made",
+            hint="without `--draft-model-dir` a new EAGLE-3 head is trained",
         )
     if options.draft_vocab_size is not None and given.kind == "mtp":
         raise UsageError(

@@ -12,7 +12,8 @@ from commands.options.speculation_flags import LeaderFlags, speculation_from_fla
 from commands.output.output import Output, check_output_files, check_readable, check_report
 from commands.tune.flags import TuneInputs, TuneOptions
 from runtime.checkpoint.resolve import resolve_tokenizer
-from runtime.drafters.spec import Devices, DrafterSpec
+from runtime.drafters.lists import Devices
+from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.speculation import Speculation, head_drafter, model_drafter
 from runtime.text.trace_lines import check_trace_lines
 from runtime.util.errors import UsageError

@@ -11,7 +11,7 @@ from runtime.drafters.spec import DraftLenMode
 
 
 class Candidate(Record):
-    """A way to draft."""
+    """A drafter with its settings, or several drafters, or none."""
 
     drafter: TunedDrafter = Field(description="null for no drafter")
     draft_len_mode: DraftLenMode

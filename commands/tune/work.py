@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import mean
 from typing import Any
 
@@ -44,7 +45,7 @@ from runtime.checkpoint.config import EngineConfig
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
 from runtime.core.stats import RequestStats, sum_stats
-from runtime.drafters.spec import Devices
+from runtime.drafters.lists import Devices
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
 from runtime.loop.compatibility import check_corpora
@@ -196,6 +197,7 @@ def _timed(tuning: Tuning, one: Confirmed) -> Timed:
 
 
 _NUM_SHOWN = 12
+_FEW_REQUESTS = 4
 
 
 def show(tuning: Tuning, output: Output) -> None:
@@ -226,12 +228,28 @@ def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Out
     recommended = confirmation.recommended
     candidate = recommended.candidate
     if not candidate:
-        output.result("recommended: no drafter; none is faster by more than noise")
+        output.result(f"recommended: no drafter; none is faster by more than noise{_spread(confirmation)}")
+        if (num := len(recommended.measured.generation.sequences)) < _FEW_REQUESTS:
+            output.result(f"requests that were timed: {num}, too few to tell small gains from noise; give more prompts")
     else:
         output.result(f"recommended: {_name(candidate)}, {recommended.measured_speedup:.2f}x as fast as no drafter")
     output.result(f"to use it: {_use_of(tuning, confirmation)} …")
     if output.quiet:
         output.text(_flags_of(tuning, candidate))
+
+
+def _spread(confirmation: Confirmation) -> str:
+    """The gain of the fastest drafter, and its least and largest in one batch."""
+    none, *others = confirmation.confirmed
+    if not others:
+        return ""
+    best = max(others, key=lambda one: one.measured_speedup)
+    pairs = zip(chain(*none.measured.batches), chain(*best.measured.batches), strict=True)
+    gains = [without.total / drafted.total for without, drafted in pairs]
+    return (
+        f" ({_name(best.candidate)}: {best.measured_speedup:.2f}x, in single batches {min(gains):.2f}x to "
+        f"{max(gains):.2f}x)"
+    )
 
 
 def _use_of(tuning: Tuning, confirmation: Confirmation) -> str:
@@ -332,7 +350,8 @@ def _category_table(traces: Sequence[Trace], one: Replayed, categories: Sequence
 
 def _live_table(confirmation: Confirmation) -> Table:
     none = confirmation.confirmed[0].measured
-    title = f"Timed on {len(none.generation.sequences)} requests, {len(none.batches)} times in turn; medians"
+    num = len(none.generation.sequences)
+    title = f"Timed on {num} request{'s' if num > 1 else ''}, {len(none.batches)} times in turn; medians"
     table = Table(title=title, title_justify="left")
     columns = ("drafter", "draft", "tokens/step", "rate", "predicted", "speedup", "measured", "speedup", "ratio")
     for column in columns:

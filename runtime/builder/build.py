@@ -305,7 +305,7 @@ def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
 def _compiling(build: BuildConfig, device: torch.device) -> str:
     """Name of the phase; what stands in brackets says why it takes long the first time."""
     if uses_kernels(build.compiler, device.type) and not are_kernels_compiled():
-        return "compiling the step (first the CPU kernels: about 2 minutes, once)"
+        return "compiling the step (first the CPU kernels: 2 to 4 minutes, once)"
     return "compiling the step"
 
 
@@ -483,7 +483,9 @@ def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device:
 
 
 def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: int = 0) -> _Compiled:
-    """Write the step's token programs where `aot` is to be taken, and the model has what they have."""
+    """Compile a step by `aot`, if that is asked for, and write its programs into the directory. For a model with an
+    operation that programs lack, the result names the operation and has `torch-compile` in its config.
+    """
     build = shape.build_config
     if build.compiler != "aot":
         return _Compiled(build)

@@ -32,7 +32,7 @@ def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoin
 
 
 def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoint) -> list[int]:
-    """The ids that `DraftOutputSettings.vocab` stands for; None for None. Of ids listed in a file, the first `size`."""
+    """The token ids that `source` names, a file or `auto`, at most `size` of them; an empty list for None: all ids."""
     if source is None:
         return []
     directory, config = checkpoint.directory, checkpoint.config.pretrained_config

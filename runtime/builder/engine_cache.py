@@ -287,7 +287,7 @@ def _say_that_it_waits() -> None:
 
 def _say_that_kernels_come_later() -> None:
     warnings.warn(
-        "the CPU kernels are being compiled (about 2 minutes, once, in the background). Until then the model runs "
+        "the CPU kernels are being compiled (2 to 4 minutes, once, in the background). Until then the model runs "
         "several times slower, and where two tokens are nearly equally likely, later outputs may differ",
         SpecDecWarning,
         stacklevel=2,

@@ -212,7 +212,7 @@ class StateShape:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of what each layer keeps for earlier tokens: keys and values, a state, both or nothing."""
+    """Memory of layers for earlier tokens: a layer has keys and values (`layers`), a state (`states`), both or none."""
 
     layers: tuple[LayerShape, ...]
     states: tuple[StateShape, ...] = ()

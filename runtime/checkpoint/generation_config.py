@@ -116,7 +116,7 @@ def as_end_ids(ids: Any, directory: Path) -> frozenset[int]:
     if foreign:
         raise SpecDecError(
             f"the model's `eos_token_id` is not a token id: {foreign[0]!r}",
-            hint=f"correct `{directory / GENERATION_CONFIG}`, or build the engine again",
+            hint=f"correct `{directory / GENERATION_CONFIG}`",
         )
     return frozenset(found)
 

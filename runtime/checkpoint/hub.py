@@ -56,7 +56,7 @@ class GGUFModel:
 
 
 def parse_name(name: str) -> tuple[str, str | None] | None:
-    """(repository, GGUF model in it); None for what is no name of the hub's."""
+    """`owner/name:Q4_K_M` as (`owner/name`, `Q4_K_M`), the second None without a colon; None if it is no hub id."""
     found = _NAME.fullmatch(name)
     if found is None or ".." in name or "--" in found["repo"] or (found["choice"] and "/" not in found["repo"]):
         return None
@@ -206,7 +206,7 @@ def _hub_errors(name: str, repo: str) -> Iterator[None]:
         if isinstance(error.__cause__, errors.HfHubHTTPError):
             raise _of_answer(name, repo, error.__cause__) from None
         raise SpecDecError(
-            f"no model of this name is here, and the hub cannot be reached for: {name}",
+            f"there is no file or directory of this name here, and the hub cannot be reached for: {name}",
             hint=_what_is_here() or "give the path of a local model, or a shipped name (demo, demo-draft, demo-hybrid)",
         ) from None
     except (OSError, httpx2.HTTPError) as error:
@@ -225,7 +225,7 @@ def _of_answer(name: str, repo: str, error: Any) -> SpecDecError:
     status = error.response.status_code
     if isinstance(error, errors.RepositoryNotFoundError) and not isinstance(error, errors.GatedRepoError):
         return SpecDecError(
-            f"neither a directory here nor a model on the hub: {name}",
+            f"neither a file or directory here nor a model on the hub: {name}",
             hint="shipped names are `demo`, `demo-draft`, `demo-hybrid`; a private model needs `hf auth login`",
         )
     if isinstance(error, errors.GatedRepoError) or status in (401, 403):

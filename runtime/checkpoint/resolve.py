@@ -53,6 +53,11 @@ def resolve_model(name: str) -> Path:
             code="shipped_format",
             model=shipped,
         )
+    model, at, revision = name.partition("@")
+    if at and (model in _SHIPPED or hub.parse_name(model) is not None):
+        raise SpecDecError(
+            f"a model is taken as it is now, and not in a revision: {name}", hint=f"leave `@{revision}` out: `{model}`"
+        )
     if hub.parse_name(name) is None:
         raise SpecDecError(
             f"model directory does not exist: {name}",

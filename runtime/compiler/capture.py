@@ -76,10 +76,10 @@ class StepForm:
     """The output layer if embeddings are to be looked up in its packed weight; None: they are stored by themselves."""
 
     def graph(self, stand_ins: list[int] | None = None) -> GraphModule:
-        """The graph, for any number of rows, tokens, blocks, slots and logits.
+        """The step's graph, for any number of rows, tokens, blocks, slots and logits.
 
-        `stand_ins`, by layer with keys and values: the number of the pool that stands for its own, of fewer that the
-        graph is then of.
+        `stand_ins` has a number for each layer with keys and values: with [0, 0, 1] the graph has two pools of K/V, and
+        the first two layers both use pool 0.
         """
         self.step.stand_ins = stand_ins
         try:

@@ -126,11 +126,11 @@ def _write(step: TokenStep, shape: StepShape, directory: Path, known: Mapping[st
         return
     calls = [[call.program, call.inputs, call.outputs] for call in step.cut.calls]
     extras = {_LAYOUT: step.cut.layout, _SHAPE: as_json(shape), _CALLS: calls, _TWINS: step.cut.twins}
-    with zipfile.ZipFile(directory / PACKAGE, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, extra in extras.items():
-            archive.writestr(f"extra/{name}", json.dumps(extra))
-        for number, code in enumerate(step.codes):
-            archive.writestr(f"{number}/{_PROGRAM}", code)
+    members = [(f"extra/{name}", json.dumps(extra).encode()) for name, extra in extras.items()]
+    members += [(f"{number}/{_PROGRAM}", code) for number, code in enumerate(step.codes)]
+    with zipfile.ZipFile(directory / PACKAGE, "w") as archive:
+        for name, content in members:  # with the date that ZipInfo has: equal steps are equal files
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
 @dataclass(frozen=True)

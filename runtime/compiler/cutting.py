@@ -341,7 +341,9 @@ def _layers_as_calls(layers: Iterable[nn.Module], calls: dict[int, _LayerCall]) 
 
 
 def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
-    """A forward of layer `i`; `shown` is the layer if it is called, too, to see what it returns."""
+    """A forward for layer `i` that records its call in `calls` and computes nothing. `shown`: the layer, whose own
+    forward is called too, to check what it returns; None: it is not called.
+    """
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         _keep_unread((*args, *kwargs.values()))
@@ -658,7 +660,7 @@ class _Programs:
 
 def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn]) -> CutStep:
     """The calls of a step in which layers are calls: what is before, between and behind them are programs too."""
-    nodes = list(module.graph.nodes)
+    nodes = _ordered_by_use(module.graph)
     times: dict[Node, int] = {}  # how many layers come before
     for node in nodes:
         times[node] = max((times[one] + (one in layers) for one in node.all_input_nodes), default=0)
@@ -677,12 +679,36 @@ def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn
             outputs = results
         if outputs:
             writing = [node for node in nodes if times[node] == time and _written(node)]
-            piece, read = _piece(module, outputs, writing, given)
+            piece, read = _piece(module, nodes, outputs, writing, given)
             folded = _fold(piece)
             turns.append(_Turn(programs.number(folded.graph), folded, attribute_of(piece), read, outputs))
             given |= set(outputs)
         turns += [turn for node, turn in layers.items() if times[node] == time]
     return CutStep(programs.graphs, _with_places(inputs, turns))
+
+
+def _ordered_by_use(graph: Graph) -> list[Node]:
+    """The graph's nodes, each before the first that reads it: an order that what is computed decides alone.
+
+    A trace has the order in which the model's code ran, and that may be by chance: some classes of transformers make a
+    table of angles for each of `set(config.layer_types)`, whose order is another in each process. The weights are
+    stored in the order of the graph, and engines share their files if the bytes are equal.
+
+    Nodes that read or write memory that some node writes keep their order. Nodes that nothing reads are left out.
+    """
+    nodes = list(graph.nodes)
+    changed = {memory_of(one) for node in nodes for one in _written(node)} - {None}
+    fixed = [node for node in nodes if any(memory_of(one) in changed for one in (node, *node.all_input_nodes))]
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    ordered = dict[Node, None]()
+    waiting = [*inputs, *fixed, nodes[-1]][::-1]
+    while waiting:
+        node = waiting[-1]
+        unordered = [one for one in node.all_input_nodes if one not in ordered]
+        waiting += unordered[::-1]
+        if not unordered:
+            ordered[waiting.pop()] = None
+    return list(ordered)
 
 
 def _asked(nodes: list[Node], times: dict[Node, int], layers: dict[Node, _Turn]) -> set[Node]:
@@ -698,7 +724,7 @@ def _asked(nodes: list[Node], times: dict[Node, int], layers: dict[Node, _Turn])
 
 
 def _piece(
-    module: GraphModule, outputs: list[Node], writing: list[Node], given: set[Node]
+    module: GraphModule, ordered: list[Node], outputs: list[Node], writing: list[Node], given: set[Node]
 ) -> tuple[GraphModule, list[Node]]:
     """Cut out what computes the outputs of what is given; returns which of these it reads, too.
 
@@ -711,7 +737,7 @@ def _piece(
         if node not in needed:
             needed.add(node)
             waiting += [] if node in given else node.all_input_nodes
-    nodes = [node for node in module.graph.nodes if node in needed]
+    nodes = [node for node in ordered if node in needed]
     read = [node for node in nodes if node in given]
     graph, copies = Graph(), dict[Node, Node]()
     for node in read:

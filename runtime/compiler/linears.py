@@ -20,9 +20,9 @@ _ATEN = torch.ops.aten
 
 
 def use_kernels(module: GraphModule, arithmetic: int) -> None:
-    """Replace linear layers in place, where the kernel has their dtype and inputs in pairs.
+    """Replace linear layers of a graph by the kernel, in place, where it has their dtype and an even number of inputs.
 
-    `arithmetic` is that of the products of them, and of attention.
+    `arithmetic` says how the kernels multiply, in linear layers and in attention.
     """
     graph = module.graph
     _say_as_linear(graph, _constants(module))

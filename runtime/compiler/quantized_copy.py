@@ -84,11 +84,11 @@ def _weight(layer: nn.Module) -> Tensor:
 
 
 def output_weight(model: PreTrainedModel) -> Tensor:
-    """(vocab, hidden) weight by which the model computes logits, in its dtype. SpecDecError where it has no such."""
+    """Weight [vocab, hidden] of the output layer, in the model's dtype. SpecDecError if that is no linear layer."""
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(output, nn.Linear | QuantizedLinear):
         raise SpecDecError(
-            "the model computes logits by no linear layer, which a head without one of its own would draft by",
+            "the head has no output layer of its own, and the model computes its logits without a linear layer",
             hint="take a head with `lm_head.weight`",
         )
     with present(output):

@@ -278,7 +278,7 @@ class _Lowering:
         return spaces.pop()
 
     def _contiguous(self, view: View) -> View:
-        """The view as a source of its own, contiguous and in its dtype."""
+        """The view itself if it is a whole array of its dtype, otherwise a contiguous copy."""
         if view.is_whole() and view.source is not None and view.source.dtype == view.dtype:
             return view
         return self._compute("copy", [view], view.dtype, view.shape)
@@ -446,12 +446,16 @@ class _Lowering:
         return self._compute("sub", [self._view(1), view], torch.bool, view.shape)
 
     def _zeros(self, node: Node) -> View:
-        like = self._view(node.args[0])
         dtype, shape = _form(node)
-        block = self._block(like.time, self._common_space([like]))
-        out = self._new(block, like.time, dtype, shape)
+        block, out = self._opened([self._view(node.args[0])], dtype, shape)
         block.calls.append(Call("copy", dtype, out, [expanded(self._view(0), shape)], shape))
         return out
+
+    def _opened(self, read: Seq[View], dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[_Block, View]:
+        """The block in which operations on these views stand, and a new array in it for what they make."""
+        time = max(view.time for view in read)
+        block = self._block(time, self._common_space(read))
+        return block, self._new(block, time, dtype, shape)
 
     def _filled(self, value: Any, node: Node) -> View:
         """A tensor filled with one number, `value` or the operation's second argument."""
@@ -493,9 +497,7 @@ class _Lowering:
         dtype, shape = _form(node)
         if _own_dim(node.meta["val"], node.args[1]) != len(shape) - 1 or places.shape[:-1] != shape[:-1]:
             raise CannotBeLowered(f"{node} does not scatter along the last dimension")
-        time = max(view.time, places.time)
-        block = self._block(time, self._common_space([view, places]))
-        out = self._new(block, time, dtype, shape)
+        block, out = self._opened([view, places], dtype, shape)
         block.calls.append(Call("copy", dtype, out, [self._in_block(view, block)], shape))
         into = replace(out, shape=places.shape)
         written = [expanded(value, places.shape), self._in_block(places, block)]
@@ -560,8 +562,7 @@ class _Lowering:
         """Reduce a dimension to size 1."""
         view = transposed(view, dim, len(view.shape) - 1)
         shape = (*view.shape[:-1], 1)
-        block = self._block(view.time, self._common_space([view]))
-        out = self._new(block, view.time, dtype, shape)
+        block, out = self._opened([view], dtype, shape)
         block.calls.append(Call(name, dtype, expanded(out, view.shape), [self._in_block(view, block)], view.shape))
         return transposed(out, dim, len(shape) - 1)
 
@@ -570,8 +571,7 @@ class _Lowering:
         dim = _own_dim(node.meta["val"], node.args[1])
         if dim != len(view.shape) - 1:
             raise CannotBeLowered(f"{node} is not over the last dimension")
-        block = self._block(view.time, self._common_space([view]))
-        out = self._new(block, view.time, dtype, view.shape)
+        block, out = self._opened([view], dtype, view.shape)
         block.calls.append(Call("softmax", dtype, out, [self._in_block(view, block)], view.shape))
         return out
 
@@ -595,8 +595,7 @@ class _Lowering:
         if dim != len(view.shape) - 1:
             raise CannotBeLowered(f"{node} is not along the last dimension")
         shape = (*view.shape[:-1], count)
-        block = self._block(view.time, self._common_space([view]))
-        both = self._new(block, view.time, torch.float32, (2, *shape))
+        block, both = self._opened([view], torch.float32, (2, *shape))
         first = View(both.source, (0, 0), values.dtype, shape, strides_of(shape))
         place = View(both.source, (0, 0), torch.int64, shape, strides_of(shape), math.prod(shape))
         inside = self._in_block(view, block)
@@ -615,9 +614,7 @@ class _Lowering:
         return transposed(self._gathered(view, places, view.dtype), dim, last)
 
     def _gathered(self, view: View, places: View, dtype: torch.dtype) -> View:
-        time = max(view.time, places.time)
-        block = self._block(time, self._common_space([view, places]))
-        out = self._new(block, time, dtype, places.shape)
+        block, out = self._opened([view, places], dtype, places.shape)
         inside = [self._in_block(one, block) for one in (view, places)]
         block.calls.append(Call("gather", dtype, out, inside, places.shape))
         return out
@@ -661,8 +658,7 @@ class _Lowering:
         if not ids.is_dense():
             raise CannotBeLowered(f"{node} takes rows in another order")
         dtype, shape = _form(node)
-        block = self._block(ids.time, self._common_space([ids]))
-        out = self._new(block, ids.time, dtype, shape)
+        block, out = self._opened([ids], dtype, shape)
         number, width = self._weight_number(table), shape[-1]
         rows = replace(out, shape=(math.prod(ids.shape), width), strides=(width, 1))
         places = replace(self._in_block(ids, block), shape=rows.shape[:1], strides=(1,))
@@ -769,10 +765,13 @@ class _Lowering:
     def _repeated(self, node: Node) -> View:
         view, times = self._view(node.args[0]), int(node.args[1])  # type: ignore[arg-type]
         dim = _own_dim(node.meta["val"], (*node.args[2:], node.kwargs.get("dim"))[0])
-        wide = (*view.shape[: dim + 1], times, *view.shape[dim + 1 :])
-        strides = (*view.strides[: dim + 1], 0, *view.strides[dim + 1 :])
-        repeated = replace(view, shape=wide, strides=strides)
-        dtype, shape = _form(node)
+        return self._copies(view, dim + 1, times, _form(node))
+
+    def _copies(self, view: View, dim: int, times: int, form: tuple[torch.dtype, tuple[int, ...]]) -> View:
+        """An array that has the view's dimensions from `dim` on `times` times, one after the other."""
+        dtype, shape = form
+        wide = (*view.shape[:dim], times, *view.shape[dim:])
+        repeated = replace(view, shape=wide, strides=(*view.strides[:dim], 0, *view.strides[dim:]))
         copy = self._compute("copy", [repeated], dtype, wide)
         return View(copy.source, copy.constant, dtype, shape, strides_of(shape))
 
@@ -786,11 +785,8 @@ class _Lowering:
             raise CannotBeLowered(f"{node} repeats several dimensions")
         if own:
             dim = _own_dim(node.meta["val"], own[0])
-            wide = (*view.shape[:dim], int(times[dim]), *view.shape[dim:])
-            tiled = replace(view, shape=wide, strides=(*view.strides[:dim], 0, *view.strides[dim:]))
             tiled_shape = (*view.shape[:dim], shape[dim], *view.shape[dim + 1 :])
-            copy = self._compute("copy", [tiled], dtype, wide)
-            view = View(copy.source, copy.constant, dtype, tiled_shape, strides_of(tiled_shape))
+            view = self._copies(view, dim, int(times[dim]), (dtype, tiled_shape))
         return expanded(view, shape)
 
     def _concatenated(self, node: Node) -> View:
@@ -805,9 +801,7 @@ class _Lowering:
 
     def _joined(self, node: Node, parts: list[View], dim: int) -> View:
         dtype, shape = _form(node)
-        time = max(one.time for one in parts)
-        block = self._block(time, self._common_space(parts))
-        whole = self._new(block, time, dtype, shape)
+        block, whole = self._opened(parts, dtype, shape)
         begin = 0
         for one, of in zip(parts, node.args[0], strict=True):  # type: ignore[arg-type]
             end = begin + one.shape[dim]

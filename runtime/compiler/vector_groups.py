@@ -59,7 +59,9 @@ class _Calls:
         self._know(group)
 
     def maker(self, view: View, name: str, *, num_readers: int = 1) -> Call | None:
-        """The operation of this name that writes all numbers of the view, if exactly `num_readers` calls read it."""
+        """The call that computes the view, if it is the operation `name` and writes all of it, and `num_readers` calls
+        read the view; else None.
+        """
         source = view.source
         if source is None or len(self.readers.get(source, [])) != num_readers or not _each_once(view).is_whole():
             return None
@@ -174,7 +176,7 @@ def _rms_norm(block: _Calls, last: Call) -> _Found | None:
 
 @dataclass(frozen=True)
 class _InverseRoot:
-    """1 / root of (mean of a square + epsilon)."""
+    """A chain of calls that computes 1 / sqrt(mean(x * x) + epsilon); `square` is the call of x * x."""
 
     square: Call
     epsilon: int

@@ -50,7 +50,9 @@ class Batch:
 
 
 def generation_row(sequence: Sequence, draft_tokens: Seq[int]) -> Row:
-    """The uncomputed tail and the draft; logits of the last committed token and of every draft token."""
+    """A row with the tokens of a sequence that are not computed yet and the draft behind them. The step gives logits
+    for the last of these tokens and for each token of the draft.
+    """
     tokens = [*sequence.tokens[sequence.num_computed :], *draft_tokens]
     return Row(tokens, sequence.num_computed, sequence.block_table, len(draft_tokens) + 1, sequence.state_slot)
 

@@ -112,13 +112,6 @@ def as_bytes(tokens: Seq[int]) -> bytes:
     return np.asarray(tokens, ">i4").tobytes()
 
 
-def keep_last_rows(database: sqlite3.Connection, table: str, num_bytes: str, most: int) -> None:
-    """Keep the last rows of a table of texts that have at most `most` bytes; `num_bytes` is a row's, in SQL."""
-    total = f"sum({num_bytes}) OVER (ORDER BY id DESC)"
-    last = f"SELECT max(id) FROM (SELECT id, {total} AS total FROM {table}) WHERE total>?"
-    database.execute(f"DELETE FROM {table} WHERE id<=({last})", (most,))
-
-
 def owner_name(salt: str | None) -> str:
     """Name of an owner on disk, from which nobody reads the salt."""
     return "" if salt is None else hashlib.blake2b(salt.encode(), digest_size=24, person=b"specdec-kv").hexdigest()
@@ -532,7 +525,7 @@ class BlockStore:
         return bool(rows) or self._remove_texts("outputs") or self._remove_texts("answers")
 
     def _remove_texts(self, table: str) -> bool:
-        """Remove the oldest rows of a table of texts (`answer_table`, `output_table`), if it is there."""
+        """Remove the oldest rows of a table of texts (`runtime.core.text_tables`), if it is there."""
         if not self._one("SELECT count(*) FROM sqlite_master WHERE name=?", table):
             return False
         oldest = f"SELECT id FROM {table} ORDER BY id LIMIT ?"

@@ -33,7 +33,9 @@ _MOST_REASON = 200
 
 
 def written(kind: str, text: str) -> str:
-    """A form of `runtime.core.params.Grammar` as llguidance reads it; any exception for a form that is none."""
+    """The text of a `Grammar` in llguidance's own syntax; `kind` is the grammar's, such as `json_schema` or `regex`.
+    Raises whatever the parsers raise for a text that is no such grammar.
+    """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 

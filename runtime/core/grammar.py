@@ -48,9 +48,9 @@ _SLOW = "its steps take too long, as an ambiguous grammar's do"
 
 
 class CompiledGrammar:
-    """A grammar for a vocabulary of `vocab_size` ids, and the text's start in it, which takes `num_bytes`.
+    """A grammar that was compiled for a vocabulary of `vocab_size` ids; `form` is what it was compiled from.
 
-    `form` is the grammar that was compiled.
+    It is kept as a matcher at the start of a text, of `num_bytes` bytes, which each output copies (`start`).
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Matcher:
         return len(draft_tokens)
 
     def forced(self, prefix: Seq[int], drafted: Seq[int]) -> list[int]:
-        """The tokens that must come after `prefix` and a draft; empty where there is a choice."""
+        """Tokens that the grammar forces after `prefix` and a draft; an empty list where it leaves a choice."""
         self._wait()
         if not self._follow([*prefix, *drafted]) or self._matcher.is_stopped() or self._matcher.is_accepting():
             return []

@@ -208,7 +208,7 @@ class Sequence:
 
     @property
     def num_unscored(self) -> int:
-        """Tokens of the prompt whose log-probabilities are asked for and not known yet."""
+        """Number of prompt tokens whose log-probabilities are asked for and not computed yet."""
         if self.request.num_prompt_logprobs is None:
             return 0
         return len(self.request.prompt_tokens) - 1 - len(self.prompt_logprobs)
@@ -267,7 +267,9 @@ class Sequence:
             self.logprobs += token_logprobs(logits, tokens, self.request.num_logprobs)
 
     def score(self, logits: Tensor) -> None:
-        """Keep the log-probabilities of the next of the prompt's tokens; row i of (n, vocab) is the i-th's."""
+        """Append log-probabilities of the prompt's next n tokens to `prompt_logprobs`, by logits [n, vocab]: row i
+        predicts the i-th of these tokens.
+        """
         start = len(self.prompt_logprobs) + 1
         tokens = self.request.prompt_tokens[start : start + len(logits)]
         assert self.request.num_prompt_logprobs is not None

@@ -196,8 +196,8 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._outcomes.survivals(sequence, draft.match_len, len(draft.tokens))
 
     def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> "_Choice":
-        """Choose how many tokens to send of drafts with these survivals, made in `draft_len` steps of a draft model;
-        count the choice.
+        """Choose how many tokens of each draft to send, by `survivals` as `allocate` has them, and count the choice.
+        The drafts took `draft_len` steps of a draft model; 0 for lookups.
         """
         seconds, rate = self._seconds(prices, sum(map(len, survivals))), self._rate(prices)
         least = self._least_rate(prices)
@@ -248,7 +248,7 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._least_rate(prices) * prices.cheapest_s * self._factor >= 1
 
     def _seconds(self, prices: "_Prices", most: int) -> list[float]:
-        """Seconds of a step with 0, 1, ... draft tokens, by what such tokens cost now."""
+        """Seconds of a step with 0, 1, ... `most` draft tokens, at the price that draft tokens have now (`Meter`)."""
         seconds, factor = prices.of_drafts(most), self._factor
         return seconds if factor == 1 else [seconds[0] + factor * (one - seconds[0]) for one in seconds]
 

@@ -64,10 +64,6 @@ class Text:
             ends.append(start + size)
         return ends
 
-    def match_len(self, tail: str, ends: list[int]) -> int:
-        """Number of tokens before one of these places that equal the last ones of `tail`, up to a limit."""
-        return max(num_common_before(self.characters, end, tail, len(tail)) for end in ends)
-
 
 @dataclass
 class History:

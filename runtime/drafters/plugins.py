@@ -16,7 +16,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from runtime.drafters.spec import DRAFTERS, Devices, DrafterSpec, ListForm
+from runtime.drafters.lists import Devices, ListForm
+from runtime.drafters.spec import DRAFTERS, DrafterSpec
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ Flags, lists, documents, schemas, labels, `tune`'s candidates and profiles are m
 here imports torch: a drafter's algorithm is imported when it is opened.
 """
 
-import ast
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
+from runtime.drafters.lists import ListForm, TextForm
 from runtime.util.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
 PoolKind = Literal["private", "owner", "public"]
 DraftLenMode = Literal["fixed", "auto"]
 """`auto` shortens each draft to the length that is expected to save time, which may be 0; `fixed` sends all of it."""
-Devices = tuple[int, ...] | None
-"""One for each rank of an engine; None: its first ones."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,8 @@ class Setting:
     leader_fixed: int | None = None
     """The same where lengths are fixed; None: TensorRT-LLM's."""
     at_least: int | None = None
+    hint: str = "to draft nothing, leave the drafter out"
+    """Remedy for a value that the setting cannot have."""
     is_path: bool = False
     key: str | None = None
     """Key in documents, if it is not the field's name."""
@@ -73,144 +73,6 @@ class Setting:
 def fields_of(spec: "DrafterSpec | type[DrafterSpec]") -> "tuple[dataclasses.Field[Any], ...]":
     """Every spec is a dataclass."""
     return dataclasses.fields(spec)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An entry of a list; `field` None: the entry holds the target's devices."""
-
-    name: str
-    field: str | None = None
-    kind: Literal["count", "devices", "bool"] = "devices"
-
-    @property
-    def is_required(self) -> bool:
-        return self.kind == "count"
-
-    @property
-    def default(self) -> bool | None:
-        return False if self.kind == "bool" else None
-
-    def parse(self, value: Any, flag: str, form: str) -> Any:
-        """The field's value; UsageError says what is wrong with it."""
-        match self.kind:
-            case "count":
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise UsageError(
-                        f"{self.name} in `{flag}` must be a whole number of at least 1: {value!r}",
-                        hint=f"its form is {form}",
-                    )
-            case "bool":
-                if not isinstance(value, bool):
-                    raise UsageError(
-                        f"{self.name} in `{flag}` must be True or False: {value!r}", hint=f"its form is {form}"
-                    )
-            case "devices":
-                return None if value is None else self._device_ids(value, flag)
-        return value
-
-    def _device_ids(self, value: Any, flag: str) -> tuple[int, ...]:
-        hint = "[0] is the first device"
-        if not isinstance(value, list | tuple) or not value:
-            raise UsageError(f"{self.name} in `{flag}` must name a device: {value!r}", hint=hint)
-        if not all(isinstance(device, int) and not isinstance(device, bool) and device >= 0 for device in value):
-            raise UsageError(f"{self.name} in `{flag}` must hold device numbers: {value!r}", hint=hint)
-        return tuple(value)
-
-
-@dataclass(frozen=True)
-class ListForm:
-    """TensorRT-LLM's way to choose a drafter (V1): a list such as `[10,2,[0]]`, with or without brackets.
-
-    Entries left out at the end have their defaults.
-    """
-
-    entries: tuple[Entry, ...]
-    examples: tuple[str, ...]
-    metavar: ClassVar[str] = "LIST"
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the settings in the list."""
-        return tuple(entry.field for entry in self.entries if entry.field is not None)
-
-    @property
-    def least(self) -> int:
-        """Number of entries that cannot be left out."""
-        return sum(entry.is_required for entry in self.entries)
-
-    @property
-    def names(self) -> str:
-        return f"[{', '.join(entry.name for entry in self.entries)}]"
-
-    def __str__(self) -> str:
-        return f"{self.names}, such as {' or '.join(self.examples)}"
-
-    @property
-    def example(self) -> str:
-        return self.examples[0]
-
-    @property
-    def help(self) -> str:
-        return f"{self.names}, such as {self.example}."
-
-    def parse(self, text: str, flag: str) -> tuple[dict[str, Any], Devices]:
-        """Values of fields, and the target's devices; UsageError says which part is wrong."""
-        try:
-            values = ast.literal_eval(text.strip())
-            values = [values] if isinstance(values, int) else values
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {self}") from None
-        most = len(self.entries)
-        if not isinstance(values, list | tuple) or not self.least <= len(values) <= most:
-            raise UsageError(
-                f"`{flag}` does not have {self.least} to {most} entries: {text}", hint=f"its form is {self}"
-            )
-        given = [*values, *(entry.default for entry in self.entries[len(values) :])]
-        parsed = [entry.parse(value, flag, str(self)) for entry, value in zip(self.entries, given, strict=True)]
-        fields = {entry.field: value for entry, value in zip(self.entries, parsed, strict=True) if entry.field}
-        return fields, next(value for entry, value in zip(self.entries, parsed, strict=True) if entry.field is None)
-
-    def write(self, drafter: "DrafterSpec", target_devices: tuple[int, ...]) -> str:
-        """The list that chooses the drafter. Devices at the end are left out where they are the default ones."""
-        values = [getattr(drafter, entry.field) if entry.field else target_devices for entry in self.entries]
-        if self.entries[-1].field is None and values[-1] == tuple(range(len(values[-1]))):
-            values.pop()
-        return f"[{','.join(_written(value) for value in values)}]"
-
-
-def _written(value: Any) -> str:
-    if value is None:
-        return "[0]"
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
-
-
-@dataclass(frozen=True)
-class TextForm:
-    """A text in two parts with a colon between them, such as `module:factory`."""
-
-    fields: tuple[str, str]
-    example: str
-    metavar: ClassVar[str] = "NAME:NAME"
-
-    def __str__(self) -> str:
-        return ":".join(self.fields)
-
-    @property
-    def help(self) -> str:
-        return f"{self}; the current directory is searched too."
-
-    def parse(self, text: str, flag: str) -> tuple[dict[str, Any], Devices]:
-        """Parse as `ListForm.parse` does; a text names no devices."""
-        first, colon, second = text.partition(":")
-        if not (first and colon and second):
-            raise UsageError(
-                f"`{flag}` is not of the form {self}: {text}", hint=f"`{flag} {self.example}` is an example"
-            )
-        return dict(zip(self.fields, (first, second), strict=True)), None
-
-    def write(self, drafter: "DrafterSpec", target_devices: tuple[int, ...]) -> str:
-        return ":".join(str(getattr(drafter, field)) for field in self.fields)
 
 
 @dataclass(frozen=True)
@@ -284,9 +146,7 @@ class DrafterSpec(ABC):
         for name, setting in self.settings().items():
             least, value = setting.at_least, getattr(self, name)
             if least is not None and value is not None and value < least:
-                raise UsageError(
-                    f"{name} must be at least {least}: {value}", hint="to draft nothing, leave the drafter out"
-                )
+                raise UsageError(f"{name} must be at least {least}: {value}", hint=setting.hint)
 
     @property
     @abstractmethod

@@ -9,18 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from runtime.drafters.lists import Devices, Entry, ListForm, TextForm
 from runtime.drafters.plugins import load_plugins
 from runtime.drafters.spec import DRAFTERS as DRAFTERS
 from runtime.drafters.spec import (
     Description,
-    Devices,
     DrafterSpec,
-    Entry,
-    ListForm,
     NgramRanking,
     PoolKind,
     Setting,
-    TextForm,
 )
 from runtime.drafters.trtllm import (
     DRAFT_LEN,
@@ -141,9 +138,17 @@ class NgramDrafter(LookupDrafter):
     )
 
     max_draft_len: LookupLen = 10
-    max_matching_ngram_size: Annotated[int, Setting(leader=NGRAM_SIZE_FLAG, at_least=1)] = 2
+    max_matching_ngram_size: Annotated[
+        int, Setting(leader=NGRAM_SIZE_FLAG, at_least=1, hint="2 looks up the last two tokens")
+    ] = 2
     min_matching_ngram_size: Annotated[
-        int, Setting("Shortest n-gram to look up.", flag="min_matching_ngram_size", at_least=1)
+        int,
+        Setting(
+            "Shortest n-gram to look up.",
+            flag="min_matching_ngram_size",
+            at_least=1,
+            hint="1 looks up the last token alone",
+        ),
     ] = 1
     ranking: Annotated[
         NgramRanking,

@@ -107,7 +107,9 @@ def _made(
     for flag, value in values.items():
         if flag not in known:
             title = spec.description.title
-            raise UsageError(f"speculative_config has a key that {title} has no use for: {value}", hint="leave it out")
+            raise UsageError(
+                f"speculative_config has a setting that {title} has no use for, {flag}: {value}", hint="leave it out"
+            )
     return spec(**given)
 
 

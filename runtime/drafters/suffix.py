@@ -15,14 +15,10 @@ class SuffixLookup(TextLookup):
 
     Matches are looked for in the sequence itself, the draft so far included. With a `pool` its longest pattern
     is followed where it is more than two tokens longer than the sequence's own match, or that has none.
-
-    `growth` makes drafts longer with the match they start from: at most `growth` tokens for each token of it. None
-    drafts as much as is allowed, which yields the most tokens per step and the most rejected ones.
     """
 
-    def __init__(self, *, growth: float | None = None, pool: NgramPool | None = None) -> None:
+    def __init__(self, *, pool: NgramPool | None = None) -> None:
         super().__init__(pool)
-        self.growth = growth
         self._longest_match = _LONGEST_MATCH
 
     def _look_up(self, history: History, max_draft_len: int) -> Draft:
@@ -40,9 +36,6 @@ class SuffixLookup(TextLookup):
                 break
             if not draft:
                 match_len = max(n, public[0] if public else 0)
-                if self.growth is not None:
-                    whole_len = max(match_len, text.match_len(tail, ends) if n == longest else 0)
-                    draft_len = min(draft_len, max(int(self.growth * whole_len), 1))
             if len(ends) == 1 and self.pool is None:  # it is followed as far as it goes
                 draft += tokens[ends[0] : min(ends[0] + draft_len - len(draft), num_read)]
                 ends = []

@@ -94,7 +94,7 @@ def read_ids(path: Path, vocab_size: int) -> list[int]:
     if outside is not None:
         raise SpecDecError(
             f"`{path}` lists an id outside the vocabulary of {vocab_size}: {outside}",
-            hint="it was made for another model",
+            hint="the file was made for another model: list ids of this one",
         )
     if len(set(values)) < len(values):
         twice = next(one for one, count in Counter(values).items() if count > 1)

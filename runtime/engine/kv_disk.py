@@ -16,25 +16,26 @@ import time
 import warnings
 import zlib
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.checkpoint.config import EngineConfig, as_json
-from runtime.core.answer_table import forget_answers, read_answers, write_answers
 from runtime.core.answers import Answer
-from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Owner, Record, Unwritable, as_bytes
+from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Found, Owner, Record, Unwritable, as_bytes
 from runtime.core.kv_cache import BlockManager, CachedBlock, KVPool
-from runtime.core.output_table import read_outputs, write_output
 from runtime.core.request import Sequence
 from runtime.core.scopes import Scope
 from runtime.core.states import States
+from runtime.core.text_tables import forget_answers, read_answers, read_outputs, write_answers, write_output
 from runtime.engine.head_cache import HeadCache
 from runtime.util.cache import digest, digests_of_build_code
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
@@ -53,6 +54,7 @@ _MEASURED = ("step_costs", "host_s", "self_draft_costs", "machine", "quality", "
 _NOTES = ("compiler_note", "why_whole", "config_digest")
 _DECAY, _TRY_AGAIN = 0.7, 32
 _LEAST_TIMED = 64
+T = TypeVar("T")
 
 
 def digest_of_engine(config: EngineConfig) -> str:
@@ -175,7 +177,7 @@ class _AnswerJob:
 
 @dataclass(eq=False)
 class _OutputJob:
-    """An output that waits to be written (`runtime.core.output_table`)."""
+    """An output that waits to be written (`runtime.core.text_tables`)."""
 
     salt: str | None
     scopes: list[Scope]
@@ -271,27 +273,38 @@ class KVDisk:
         """Find what an admitted sequence lacks: its `unread` records, which `read` reads."""
         before, most = sequence.num_computed, sequence.max_reused
         sequence.unread = []
-        if most - before < self._block_size or os.getpid() != self._process_id:
+        if most - before < self._block_size or any(part is None for _, part in self._heads):
             return
-        if any(part is None for _, part in self._heads) or not self.rates.reading_pays():
+        if not self.rates.reading_pays():
             return
-        try:
-            if self._reader.is_replaced():
-                self._reader.reopen()
-            owner = self._reader.owner(self.digest, sequence.request.cache_salt)
-            found = self._reader.find(
-                owner, sequence.tokens[:most], self._block_size, with_states=self._states is not None
-            )
-        except TimeoutError:
-            return
-        except (Damaged, Unwritable, SpecDecError) as error:
-            self._fail(self._reader, error)
+
+        def find(reader: BlockStore) -> Found:
+            owner = reader.owner(self.digest, sequence.request.cache_salt)
+            return reader.find(owner, sequence.tokens[:most], self._block_size, with_states=self._states is not None)
+
+        if (found := self._asked(find)) is None:
             return
         records = found.records
         if self._states is not None:
             state = max(found.states, key=lambda record: record.end, default=None)
             records = [] if state is None else [*(one for one in records if one.end <= state.start), state]
         sequence.unread = [one for one in records if one.end > before]
+
+    def _asked(self, ask: Callable[[BlockStore], T]) -> T | None:
+        """Read from the database by `ask`; None in a fork, while another process writes, and after a failure, which is
+        told.
+        """
+        if os.getpid() != self._process_id:
+            return None
+        try:
+            if self._reader.is_replaced():
+                self._reader.reopen()
+            return ask(self._reader)
+        except TimeoutError:
+            return None
+        except (Damaged, Unwritable, SpecDecError) as error:
+            self._fail(self._reader, error)
+            return None
 
     def read(self, sequence: Sequence, until: float) -> int:
         """Read a sequence's `unread` records into its blocks until this time, at least one of them, and advance
@@ -402,16 +415,8 @@ class KVDisk:
 
     def read_answers(self, vocabulary: str, salt: str | None, after: int) -> tuple[list[Answer], int]:
         """An owner's answers that were written after row `after`, the oldest first, and the last row."""
-        if os.getpid() != self._process_id:
-            return [], after
-        try:
-            if self._reader.is_replaced():
-                self._reader.reopen()
-            found = read_answers(self._reader, vocabulary, salt, after)
-        except TimeoutError:
-            return [], after
-        except (Damaged, Unwritable, SpecDecError) as error:
-            self._fail(self._reader, error)
+        found = self._asked(lambda reader: read_answers(reader, vocabulary, salt, after))
+        if found is None:
             return [], after
         if found.damaged:
             self._tell("answer", f"old answers on disk are damaged, and are left out: {self._reader.directory}")
@@ -430,17 +435,7 @@ class KVDisk:
 
     def kept_outputs(self, salt: str | None) -> list[tuple[list[Scope], list[int]]]:
         """An owner's last outputs, the oldest first."""
-        if os.getpid() != self._process_id:
-            return []
-        try:
-            if self._reader.is_replaced():
-                self._reader.reopen()
-            return read_outputs(self._reader, self._reader.owner(self.digest, salt))
-        except TimeoutError:
-            return []
-        except (Damaged, Unwritable, SpecDecError) as error:
-            self._fail(self._reader, error)
-            return []
+        return self._asked(lambda reader: read_outputs(reader, reader.owner(self.digest, salt))) or []
 
     def _wait_for(self, block: int, content: CachedBlock) -> _Waiting:
         waiting = self._waiting.setdefault(content.id, _Waiting(block, content, self._parts))

@@ -50,7 +50,7 @@ _BUILD_AGAIN = "build it again"
 
 
 def current_environment(device: torch.device) -> Environment:
-    """Environment that a step compiled here, for `device`, depends on."""
+    """This machine as compiled steps depend on it: processor or GPU, torch, operating system."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         capability = f"{torch.cuda.get_device_name(device)} sm_{major}{minor}"
@@ -214,7 +214,7 @@ def _check_is_shape(made_for: StepShape, config: EngineConfig, where: Path) -> N
     said, values = dict(_named_values(as_json(config.step_shape))), _named_values(as_json(made_for))
     name, value = next((name, value) for name, value in values if said.get(name) != value)
     raise SpecDecError(
-        f"`{where}` is of another step, which was made for {name} {value}: {said.get(name)}",
+        f"`{where}` does not match the compiled step, which was made for {name} {value}: {said.get(name)}",
         hint=_BUILD_AGAIN,
         code="engine",
     )

@@ -36,7 +36,7 @@ _here = threading.local()
 
 
 def way_of(compiler: Compiler, device_type: str) -> Way:
-    """Exchange of data between the ranks of such a step."""
+    """Exchange of data between ranks: by NCCL on GPUs, by shared memory where a step uses kernels, else by Gloo."""
     if device_type == "cuda":
         return "nccl"
     return "shared" if uses_kernels(compiler, device_type) else "gloo"

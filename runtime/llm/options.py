@@ -65,18 +65,18 @@ _OF_VLLM = {"max_num_seqs": "max_batch_size", "max_model_len": "max_seq_len"}
 _INSTEAD = {
     "disable_log_stats": "nothing: an output has its own `stats`",
     "enable_chunked_prefill": "`max_num_tokens`: prompts are always computed in parts",
-    "enable_prefix_caching": "`kv_cache=KVCacheConfig(block_reuse=True)`, which is the default",
+    "enable_prefix_caching": "`kv_cache=KVCacheConfig(block_reuse={value})`; True is the default",
     "enforce_eager": '`compiler="none"`',
-    "gpu_memory_utilization": "`kv_cache=KVCacheConfig(free_gpu_memory_fraction=0.9)`",
+    "gpu_memory_utilization": "`kv_cache=KVCacheConfig(free_gpu_memory_fraction={value})`, a share of what is free",
     "load_format": "nothing: the files of a model say what they are",
-    "max_num_batched_tokens": "`max_num_tokens`",
-    "num_gpu_blocks_override": "`kv_cache=KVCacheConfig(max_tokens=4096)`",
-    "pipeline_parallel_size": "`tensor_parallel_size`",
+    "max_num_batched_tokens": "`max_num_tokens={value}`",
+    "num_gpu_blocks_override": "`kv_cache=KVCacheConfig(max_tokens=N)`, which counts tokens",
+    "pipeline_parallel_size": "`tensor_parallel_size={value}`",
     "skip_tokenizer_init": "an engine that was built without a tokenizer",
     "swap_space": "nothing: a preempted request is computed again",
     "trust_remote_code": "nothing: code that comes with a model is never run",
 }
-"""vLLM's arguments of an `LLM` that are none here, and what does it."""
+"""vLLM's arguments of an `LLM` that are none here, and what does it with the given `{value}`."""
 
 
 def usual_speculation(
@@ -109,7 +109,7 @@ def own_names(options: Mapping[str, Any]) -> EngineOptions:
     engine: dict[str, Any] = {}
     for name, value in options.items():
         if name not in EngineOptions.__annotations__:
-            instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
+            instead = f": use {_INSTEAD[name].format(value=value)}" if name in _INSTEAD else ""
             raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{name}'{instead}")
         own = _OF_VLLM.get(name, name)
         if own in engine:

@@ -75,7 +75,7 @@ class Opening:
         return Answers(disk=_AnswersOnDisk(self.engine, f"{vocabulary} {config.vocab_size}"))
 
     def adapted(self, drafter: Drafter, draft_s: DraftSeconds | None = None, *, at_once: bool = False) -> Drafter:
-        """Its drafts cut to what pays, where that is asked for."""
+        """The drafter with its drafts cut to the length that pays; the drafter itself where lengths are fixed."""
         return adapted(drafter, self.costs, draft_s, self.clock, at_once=at_once)
 
     def draft_model(

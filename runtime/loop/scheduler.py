@@ -1,7 +1,7 @@
 """Leader mode (V2): one loop for all requests, in which a sequence keeps its blocks until it is done.
 
 Requests that do not fit wait and join as others finish, or as others make room by the clients' turns
-(`runtime.core.turns`): a sequence that made room waits with its blocks. When blocks run out, waiting sequences give
+(`runtime.loop.turns`): a sequence that made room waits with its blocks. When blocks run out, waiting sequences give
 their blocks back first, then the running sequence that is the last in order. Both are continued later from their
 tokens, and the first in order always gets on.
 """
@@ -12,13 +12,13 @@ from collections.abc import Generator, Hashable
 from collections.abc import Sequence as Seq
 from functools import partial
 
-from runtime.core.pieces import PieceSizes
 from runtime.core.request import Request, Sequence
 from runtime.core.stats import LoopTimes
-from runtime.core.turns import Turns
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
+from runtime.loop.pieces import PieceSizes
 from runtime.loop.step import Stepped, check_requests, make_room, raise_first_error, release_all, step
+from runtime.loop.turns import Turns
 
 
 def generate(

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Condition, Thread
 
-from runtime.core.pieces import PieceSizes
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import FinishReason
 from runtime.drafters.chain import LongestMatch
@@ -24,6 +23,7 @@ from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.prediction import CopiedTexts
 from runtime.drafters.protocol import Drafter, ask, check_request
 from runtime.drafters.under_grammar import UnderGrammar
+from runtime.loop.pieces import PieceSizes
 from runtime.loop.scheduler import Scheduler
 from runtime.loop.session import Session
 from runtime.util.errors import SpecDecError
@@ -178,7 +178,7 @@ class RequestHandle:
 class LoopLimits:
     """Limits of a loop. `max_queue_len`: sequences that wait; `max_requests_per_client`: requests of one client that
     run or wait; `max_gap_s`: time between two tokens of a sequence while prompts are computed, unless 2.5 steps are
-    longer (`runtime.core.pieces`); infinite: prompts go first.
+    longer (`runtime.loop.pieces`); infinite: prompts go first.
     """
 
     max_queue_len: int
@@ -187,7 +187,7 @@ class LoopLimits:
 
 
 class ServingLoop:
-    """Answers requests with one engine until it is stopped. Clients take turns (`runtime.core.turns`).
+    """Answers requests with one engine until it is stopped. Clients take turns (`runtime.loop.turns`).
 
     `on_progress` is called in the loop's thread after each step, with the answers that got on.
     """

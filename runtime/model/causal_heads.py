@@ -92,7 +92,7 @@ class _Causal:
 
 
 def _scaled(logits: Tensor, config: Any) -> Tensor:
-    """Logits scaled as in the whole models: Granite's are divided, Muse's multiplied and capped."""
+    """Logits [..., vocab], scaled as by the multimodal model: Granite divides them, Muse multiplies and caps them."""
     logits = logits * getattr(config, "output_multiplier", 1) / getattr(config, "logits_scaling", 1)
     softcap = getattr(config, "final_logit_softcapping", None)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

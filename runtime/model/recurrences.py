@@ -135,7 +135,9 @@ def _of_heads(x: Tensor, num_heads: int, *, normalizes: bool) -> Tensor:
 
 @dataclass
 class _Chunks:
-    """One slot: of each chunk its state, (H, D, Dv), and its tokens' keys, what they add, and decays."""
+    """A slot's numbers, chunk by chunk: the state [H, D, Dv] before the chunk, and of its C tokens the keys, what they
+    add to the state, and sums of their decays (`parts`).
+    """
 
     slot: Tensor  # (H, num_chunks x numbers)
     size: int

@@ -46,7 +46,7 @@ class ChatTemplate:
     """The chat template of a tokenizer; transformers renders it."""
 
     def __init__(self, tokenizer_dir: Path, pretrained_config: dict[str, Any]) -> None:
-        """SpecDecError for a tokenizer without a template."""
+        """Read the template of a tokenizer's directory; SpecDecError if the tokenizer has none."""
         from runtime.text.text import load_tokenizer  # messages are checked without torch
 
         self._tokenizer: Any = load_tokenizer(tokenizer_dir, pretrained_config)

@@ -14,8 +14,8 @@ from runtime.util.errors import SpecDecError
 
 
 def with_tools_as_text(messages: Seq[Message], tools: Seq[dict[str, Any]], form: ToolFormat) -> list[Message]:
-    """The messages with only the roles system, user and assistant. SpecDecError for a format that does not write calls
-    as JSON.
+    """Messages for a template that knows no tools: the tools are described in the system message, and calls and their
+    results are texts of the assistant and the user. SpecDecError for a format that does not write calls as JSON.
     """
     if not isinstance(form.call, JsonCall):
         raise SpecDecError(

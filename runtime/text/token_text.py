@@ -32,8 +32,8 @@ class Texts(Protocol):
 
 
 def texts_after(tokenizer: Tokenizer, before: Seq[int], num_before: int | None = None) -> Texts:
-    """Decoders for the tokens behind the first `num_before`, or behind all: a character that begins before is
-    completed.
+    """A decoder for the tokens that come after the first `num_before` of `before` (None: after all of `before`). If
+    those end in the middle of a character, the decoder's first text is the whole character.
     """
     num_before = len(before) if num_before is None else num_before
     of_token = token_bytes(tokenizer)

@@ -126,7 +126,7 @@ def split_traces(traces: Seq[Trace], max_len: int, held_out: Seq[Trace] | None) 
     measured = [trace for trace in (_cut(one, max_len) for one in held_out) if _is_usable(trace)]
     if not measured:
         raise SpecDecError(
-            f"none of the held-out traces has an output within {max_len} tokens: {len(held_out)}",
+            f"none of the held-out traces has an output within its first {max_len} tokens: {len(held_out)}",
             hint="give other traces, or allow longer outputs",
         )
     return Texts(usable, measured), left_out + len(held_out) - len(measured)

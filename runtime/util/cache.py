@@ -24,10 +24,20 @@ from typing import BinaryIO
 from filelock import FileLock, Timeout
 
 from runtime.util.errors import SpecDecError
-from runtime.util.files import Stamp, directory_bytes, files_below, remove_if_abandoned, stamp_of, write_file
+from runtime.util.files import (
+    Stamp,
+    directory_bytes,
+    files_below,
+    flocked,
+    remove_if_abandoned,
+    stamp_of,
+    write_file,
+)
 
 _CHUNK_BYTES = 1 << 22
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+SIZES = "bytes, or a number with K, M, G or T (1,000 bytes and so on: 20G) or Ki, Mi, Gi or Ti (1,024: 20GiB)"
+"""Forms of a size, for hints."""
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -203,7 +213,7 @@ def unwritable(error: OSError) -> SpecDecError:
 @contextmanager
 def used_entry(path: Path) -> Iterator[bool]:
     """Yield whether the cache's entry `path` exists; if it does, mark it as used and protect it within the block."""
-    with _flocked(path, fcntl.LOCK_SH) as is_there:
+    with flocked(path, fcntl.LOCK_SH) as is_there:
         if is_there:
             with contextlib.suppress(OSError):  # a cache that is only read
                 os.utime(path)
@@ -218,7 +228,7 @@ def remove_unused_entry(path: Path) -> bool:
     except Timeout:
         return False
     try:
-        with _flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
+        with flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
             if is_unused:
                 # A partial entry must never be visible. After a kill, the next process to make it cleans up.
                 removed = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -232,30 +242,8 @@ def remove_unused_entry(path: Path) -> bool:
 
 def is_used(path: Path) -> bool:
     """True if a process uses an entry now."""
-    with _flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
+    with flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
         return not is_unused
-
-
-@contextmanager
-def _flocked(path: Path, operation: int) -> Iterator[bool]:
-    """Lock the directory; yields whether that succeeded and it still has that name."""
-    close = os.close  # `os` is gone from here when the interpreter ends with an `LLM` that nobody closed
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, operation)
-            is_same = os.path.samestat(os.fstat(descriptor), path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            is_same = False
-        except OSError:  # some file systems have no locks: what lies there is used, and never removed
-            is_same = operation == fcntl.LOCK_SH
-        yield is_same
-    finally:
-        close(descriptor)
 
 
 def remove_left_over(path: Path) -> None:
@@ -465,9 +453,11 @@ def _shared_files() -> Iterator[Path]:
 
 
 def size_in_bytes(text: str) -> int | None:
-    """Bytes of `500M`, `20G`, `1.5T` or a number; None for what is no size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    return None if found is None else int(float(found[1]) * _UNITS[found[2].upper()])
+    """Bytes of `500M`, `20G`, `1.5T`, `20GiB` or a number; None for what is no size. G is 1,000 M, and Gi 1,024 Mi."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        return None
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[(found[2] or "").upper()])
 
 
 def max_cache_bytes() -> int:
@@ -475,7 +465,7 @@ def max_cache_bytes() -> int:
     text = os.environ.get("SPECDEC_CACHE_SIZE") or _USUAL_SIZE
     size = size_in_bytes(text)
     if size is None:
-        raise SpecDecError(f"SPECDEC_CACHE_SIZE is no size: {text}", hint="bytes, or a number with K, M, G or T: 20G")
+        raise SpecDecError(f"SPECDEC_CACHE_SIZE is no size: {text}", hint=f"write {SIZES}")
     return size
 
 

@@ -145,37 +145,40 @@ def _make_locked(directory: Path, mode: int) -> int | None:
 
 def remove_if_abandoned(directory: Path) -> None:
     """Remove a directory whose lock no process holds any more."""
-    with _abandoned(directory) as is_abandoned:
+    with flocked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_abandoned:
         if is_abandoned:
             shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
-def _abandoned(directory: Path) -> Iterator[bool]:
-    """Try to lock the directory; yields whether that succeeded (False without locks), and keeps the lock within the
-    block.
+def flocked(directory: Path, operation: int) -> Iterator[bool]:
+    """Try to lock the directory, as `fcntl.flock` does; yields whether that succeeded, and keeps the lock in the block.
 
     The directory may have been replaced by another process's directory of the same name before it was locked; then the
-    lock does not count.
+    lock does not count. On a file system without locks a shared lock succeeds, and an exclusive one does not: what lies
+    there is used, and never removed.
     """
+    close = os.close  # `os` is gone from here when the interpreter ends with an `LLM` that nobody closed
     try:
-        descriptor = os.open(directory, os.O_RDONLY)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         yield False
         return
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, operation)
             is_same = os.path.samestat(os.fstat(descriptor), directory.stat())
-        except OSError:
+        except (BlockingIOError, FileNotFoundError):
             is_same = False
+        except OSError:
+            is_same = operation == fcntl.LOCK_SH
         yield is_same
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
 def _is_abandoned(directory: Path) -> bool:
-    with _abandoned(directory) as is_abandoned:
+    with flocked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_abandoned:
         return is_abandoned
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging import ERROR
 from threading import RLock
 from typing import Any
 
@@ -58,10 +59,12 @@ def quiet_transformers() -> Iterator[None]:
 
     verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    if is_louder := verbosity < ERROR:  # to set a level takes a millisecond, and most calls are within another
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        if is_louder:
+            logging.set_verbosity(verbosity)
         if shows_progress:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]

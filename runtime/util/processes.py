@@ -25,6 +25,7 @@ _LOOKS_S = 0.1
 _STOPPED_S = 4.0
 """A process that is stopped for longer is given up."""
 _ENDS_S = 2.0
+_PYTHON = sys.executable
 _START = "from runtime.engine.rank_worker import main; main()"
 
 
@@ -69,7 +70,7 @@ class Processes:
         paths = [os.path.abspath(path) for path in sys.path]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _START],
+                [_PYTHON, "-c", _START],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(*files, life, write),

@@ -1,4 +1,4 @@
-"""Random Llamas, which the comparison with peers measures."""
+"""Random Llamas, on which benchmarks measure times."""
 
 from pathlib import Path
 

@@ -139,9 +139,6 @@ class Plan:
             "max_cache_tokens": MAX_REQUEST_LEN,
             "dtype": "bfloat16",
             "is_quantized": True,
-            "ngram_size": 2,
-            "ngram_draft_len": 10,
-            "draft_model_dir": None,
         }
         if system in DRAFTING:
             return common | {"engine_dir": str(self._engine(system)), "drafting": DRAFTING[system]}
@@ -153,7 +150,7 @@ class Plan:
         made = bench_peers.export_to_openvino(
             self._pythons["openvino"], self._dequantized(), self._work_dir, format_name
         )
-        return common | {"openvino_dir": str(made), "variant": "none"}
+        return common | {"openvino_dir": str(made)}
 
     def worker(self, system: str) -> Worker:
         if system not in self._workers:

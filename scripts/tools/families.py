@@ -554,7 +554,7 @@ def _records() -> dict[str, Any]:
 def record(outcomes: Iterable[Outcome]) -> None:
     """Write what was found, beside what was before of other families, and the page of all."""
     found = recorded() | {outcome.family: outcome for outcome in outcomes}
-    ordered = [found[family] for family in FAMILIES if family in found]
+    ordered = [found[family] for family in sorted(found)]  # an older transformers lacks some
     families = {one.family: {key: value for key, value in asdict(one).items() if key != "family"} for one in ordered}
     write_json(RECORDS, {"transformers": transformers.__version__, "families": families})
     page = PAGE.read_text(encoding="utf-8")
@@ -589,7 +589,7 @@ def _of_the_most_used(outcomes: list[Outcome]) -> str:
 
 def _cells(outcome: Outcome) -> list[str]:
     ways = [outcome.ways.get(way, "") for way in WAYS]
-    said = [one if one in ("", "yes", "by g++") else "no" for one in ways]
+    said = [one if one in ("", "yes") else "no" for one in ways]
     return [*said, {1: "most", 2: "much", 3: "some"}.get(POPULARITY.get(outcome.family, 0), "")]
 
 

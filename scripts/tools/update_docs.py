@@ -24,9 +24,10 @@ import typer.main
 
 from commands.output.help import sort_by_panel
 from specdec_cli.app import app, help_texts
+from specdec_cli.start import with_headings
 
 ROOT = Path(__file__).parents[2]
-HELP_TEXTS = ROOT / "specdec_cli" / "help_texts.py"
+HELP_TEXTS = ROOT / "specdec_cli" / "help.txt"
 WALK = ("README.md", "docs/drafters.md", "docs/leader-mode.md", "docs/reports.md")
 _REGION = re.compile(r"<!-- walk -->\n(.*?)<!-- end walk -->", re.DOTALL)
 _OUTPUT = r"<!-- output: (?P<name>[\w-]+)(?:, without: (?P<without>.*?))? -->\n"
@@ -93,13 +94,6 @@ def with_tables(text: str) -> str:
     return re.sub(r"<!-- flags: ([\w ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
-def help_module() -> str:
-    """Source of `specdec_cli/help_texts.py`, of which `specdec --help` is shown before any command is imported."""
-    texts = "".join(f'    "{name}": """\\\n{text}""",\n' for name, text in help_texts().items())
-    about = "Help that is shown at once, made by `python -m scripts.tools.update_docs` (`commands.output.short_help`)."
-    return f'"""{about}"""\n\nTEXTS = {{\n{texts}}}\n'
-
-
 def walk_blocks(pages: dict[str, str]) -> list[WalkBlock]:
     """The walk's shell blocks, in order."""
     regions = [region for page in WALK for region in _REGION.findall(pages[page])]
@@ -153,7 +147,7 @@ def main() -> None:
     updated = {page: with_tables(text) for page, text in pages.items()}
     if "--check" in sys.argv[1:]:
         stale = [page for page in pages if updated[page] != pages[page]]
-        stale += [HELP_TEXTS.name] if HELP_TEXTS.read_text(encoding="utf-8") != help_module() else []
+        stale += [HELP_TEXTS.name] if HELP_TEXTS.read_text(encoding="utf-8") != with_headings(help_texts()) else []
         sys.exit(f"out of date: {', '.join(stale)}; run python -m scripts.tools.update_docs" if stale else 0)
     if "--walk" in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as directory:
@@ -161,7 +155,7 @@ def main() -> None:
         updated = {page: with_walk(text, outputs) for page, text in updated.items()}
     for page, text in updated.items():
         (ROOT / page).write_text(text, encoding="utf-8")
-    HELP_TEXTS.write_text(help_module(), encoding="utf-8")
+    HELP_TEXTS.write_text(with_headings(help_texts()), encoding="utf-8")
 
 
 if __name__ == "__main__":

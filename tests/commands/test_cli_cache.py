@@ -52,12 +52,22 @@ def test_list_shows_sizes_and_the_last_used_first(cache: Path, specdec: Specdec)
     assert shown.index("newest-3") < shown.index("older-2") < shown.index("oldest-1") and "3 engines" in shown
 
 
+def test_an_empty_file_of_keys_and_values_stays_as_it_is(cache: Path, tmp_path: Path, specdec: Specdec) -> None:
+    directory = tmp_path / "kv"
+    directory.mkdir()
+    (directory / "kv.sqlite").touch()
+    for command in (["list"], ["prune", "--max-size", "1K"]):
+        assert specdec("cache", *command, "--kv-cache-dir", directory).exit_code == 1
+    assert [(path.name, path.stat().st_size) for path in directory.iterdir()] == [("kv.sqlite", 0)]
+
+
 @pytest.mark.parametrize(
     ("size", "left"),
     [
         ("6000", ["newest-3", "older-2", "oldest-1"]),
         ("5999", ["newest-3", "older-2"]),
         ("3K", ["newest-3", "older-2"]),
+        ("2.95KiB", ["newest-3", "older-2"]),
         ("0", []),
     ],
 )

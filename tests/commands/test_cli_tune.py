@@ -16,6 +16,13 @@ from test_cli_errors import assert_one_clear_error
 from tiny import repetitive_prompt
 from transformers import PreTrainedTokenizerFast
 
+from commands.tune.work import _spread
+from runtime.core.generation import Generation
+from runtime.core.stats import LoopTimes
+from runtime.drafters.specs import NgramDrafter
+from runtime.measure.tuning.live import Confirmation, Confirmed, Measured
+from runtime.measure.tuning.search import LoopSeconds, fixed
+
 SPEC_BENCH = Path(__file__).parents[1] / "data" / "traces.jsonl"
 OUTPUT_LEN = 40
 
@@ -128,6 +135,18 @@ def test_speedups_and_ratio_follow_from_times(tuned: tuple[dict[str, Any], Path]
     assert [timed["flags"] for timed in document["timed"]] == ["", *best]
     seconds = [candidate["predicted_s"] for candidate in document["candidates"]]
     assert seconds == sorted(seconds)
+
+
+def test_where_none_is_recommended_the_gain_in_each_batch_is_said() -> None:
+    """2 s against 1.6 s in one batch, and 2.5 s in another."""
+    nothing_generated = Generation([], LoopTimes())
+    measured = [
+        Measured(fixed(*drafters), [[LoopSeconds(0.5, s - 0.5)] for s in seconds], nothing_generated)
+        for drafters, seconds in (([], (2.0, 2.0, 2.0)), ([NgramDrafter(4, 2)], (1.6, 2.5, 1.9)))
+    ]
+    confirmation = Confirmation([Confirmed(one, 2.0 / one.seconds) for one in measured], LoopSeconds(1, 1))
+    assert not confirmation.recommended.candidate
+    assert "1.05x, in single batches 0.80x to 1.25x" in _spread(confirmation)
 
 
 def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:

@@ -11,7 +11,7 @@ from command_line import Specdec
 from commands.options.shared import COMMON
 from commands.output.help import PANELS
 from specdec_cli.app import app, help_texts
-from specdec_cli.help_texts import TEXTS
+from specdec_cli.start import texts_at_once
 
 LONG = ["run", "chat", "serve", "batch", "doctor", "tune", "summarize"]
 COMMANDS = [
@@ -88,7 +88,7 @@ def test_help_begins_with_what_to_start_with_on_one_screen(specdec: Specdec) -> 
 
 def test_help_is_shown_before_any_command_is_imported(specdec: Specdec) -> None:
     """And it is what the commands themselves say."""
-    assert help_texts() == TEXTS
+    assert help_texts() == texts_at_once()
     program = (
         "import sys; from specdec_cli.start import main; main(); "
         "sys.exit(any(name.split('.')[0] in ('typer', 'rich', 'commands', 'torch') for name in sys.modules))"

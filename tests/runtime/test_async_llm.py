@@ -125,6 +125,8 @@ def test_async_errors_are_raised_where_they_are_asked(llama_uncompiled_dir: Path
 def test_vllms_arguments_are_ours_or_are_answered(llama_uncompiled_dir: Path) -> None:
     with pytest.raises(TypeError, match='enforce_eager.*compiler="none"'):
         LLM(llama_uncompiled_dir, enforce_eager=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"free_gpu_memory_fraction=0\.5"):
+        LLM(llama_uncompiled_dir, gpu_memory_utilization=0.5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="'max_modellen'$"):
         LLM(llama_uncompiled_dir, max_modellen=8)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="max_batch_size and max_num_seqs"):

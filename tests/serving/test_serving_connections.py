@@ -184,6 +184,25 @@ def is_ended(connection: socket.socket) -> bool:
         return True
 
 
+def test_a_refusal_reaches_a_client_that_is_still_sending(make_listening: Callable[..., Listening]) -> None:
+    """A connection that is closed over bytes that nobody read is reset, and its answer lost."""
+    listening, long = make_listening(api_key="secret"), {"prompt": "x" * (6 << 20)}
+    for path, key, status in (
+        ("/v1/completions", "secret", 413),
+        ("/v1/nothing", "secret", 404),
+        ("/v1/completions", "no", 401),
+    ):
+        with socket.create_connection(("127.0.0.1", listening.port), HANG_S) as connection:
+            raw = json.dumps(long).encode()
+            connection.sendall(
+                f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
+                f"Content-Length: {len(raw)}\r\nConnection: close\r\n\r\n".encode()
+            )
+            for start in range(0, len(raw), 1 << 18):
+                connection.sendall(raw[start : start + (1 << 18)])
+            assert read_all(connection)[0] == status
+
+
 def test_nothing_is_left_of_a_connection_that_ended(make_listening: Callable[..., Listening]) -> None:
     listening = make_listening()
     for _ in range(5):

@@ -7,6 +7,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any
 
 import pytest
 from forked import Forks
-from openai_server import Server, running
-from page_server import PAGE, TEXT, policy, serve_page
+from openai_server import DONE, Asked, Reply, Server, event, failure, running
+from page_server import DRAFTED, PAGE, TEXT, policy, serve_page, streamed
 from waiting import HANG_S, wait_until
 
 FLAGS = [
@@ -155,6 +156,37 @@ def test_what_is_asked_is_the_contract(open_page: Open) -> None:
     assert third.body["prompt"] == "Three"
 
 
+def test_the_drafter_is_switched_for_the_next_answer(open_page: Open) -> None:
+    with running(serve_page()) as server:
+        page = open_page(server)
+        today = datetime.now(UTC).date().isoformat()
+        assert page.text_content("#facts") == f"4 and 8 bits · bfloat16 · A <b>processor</b>, 2 cores · {today}"
+        own = page.text_content("#drafter option")
+        assert own == "the server’s own: suffix matching, drafts of up to 6 tokens"
+        wanted = {
+            ("own", ""): None, ("own", "3"): {"draft_len": 3}, ("ngram", "4"): {"ngram_config": [4, 2]},
+            ("suffix", ""): {"suffix_config": 6}, ("off", ""): False,
+        }  # fmt: skip
+        for i, (drafter, length) in enumerate(wanted):
+            page.select_option("#drafter", drafter)
+            if drafter != "off":
+                page.fill("#draft-len", length)
+            ask(page)
+            page.wait_for_selector(f".turn:nth-child({i + 2}) .figures:not(:empty)")
+            page.wait_for_selector("#send", state="visible")
+        assert [one.body.get("speculative") for one in server.generations()] == list(wanted.values())
+        assert page.is_disabled("#both") and page.is_disabled("#draft-len")
+        assert len(page.query_selector_all("#steps .turn-begins")) == len(wanted) - 1
+        assert page.get_attribute("#steps", "aria-label").endswith("4, 1" + ", 1" * 9)  # without drafts all are 1
+        page.select_option("#drafter", "suffix")
+        page.fill("#draft-len", "7")
+        ask(page)
+        assert page.is_visible("#send") and len(server.generations()) == len(wanted)  # too long for the engine
+        page.fill("#draft-len", "")
+        page.click("#clear")
+        assert page.get_attribute("#steps", "aria-label") == "No step yet"
+
+
 def test_side_by_side_runs_the_same_prompt_both_ways(open_page: Open) -> None:
     with running(serve_page(wait_s=0.04)) as server:
         page = open_page(server)
@@ -188,6 +220,36 @@ def test_texts_of_servers_and_users_are_shown_as_text(open_page: Open) -> None:
         assert page.text_content(".said") == evil and page.text_content("#requests td") == evil
         assert page.title() == "specdec" and page.query_selector("main img, main script") is None
         assert page.query_selector("#model i") is None and "<i>other</i>" in page.text_content("#model")
+
+
+def test_errors_are_told_where_the_answer_would_be(open_page: Open) -> None:
+    def generate(asked: Asked) -> Reply:
+        said = asked.body["messages"][-1]["content"]
+        broken = streamed(DRAFTED, 0.0, chat=True, counts=None)[:2]
+        return {
+            "refuse": failure(400, "the prompt has <b>too many</b> tokens"),
+            "break": Reply([*broken, (0.0, event({"error": {"message": "out of memory"}}))]),
+            "cut": Reply(broken),
+            "garble": Reply([*broken, (0.0, b"data: {half\n\n"), (0.0, DONE)]),
+        }[said]
+
+    with running(serve_page(generate=generate)) as server:
+        page = open_page(server)
+        for said, words in {
+            "refuse": "The server answers 400: the prompt has <b>too many</b> tokens",
+            "break": "out of memory",
+            "cut": "broke off",
+            "garble": "JSON",
+        }.items():
+            ask(page, said)
+            page.wait_for_selector(".turn:last-child [role=alert]")
+            assert words in page.text_content(".turn:last-child [role=alert]")
+            assert page.is_visible("#send") and page.is_hidden("#stop")
+    assert page.text_content(".turn:nth-child(3) .text").startswith("Speculative")  # what came before it is kept
+    page.wait_for_selector("#state.down")  # the server has gone away
+    ask(page)
+    page.wait_for_selector(".turn:nth-child(6) [role=alert]")
+    assert "cannot be reached" in page.text_content(".turn:nth-child(6) [role=alert]")
 
 
 def test_the_api_key_is_sent_and_kept_nowhere(open_page: Open) -> None:

@@ -28,7 +28,8 @@ from runtime.checkpoint.config import (
 )
 from runtime.checkpoint.generation_config import ANY_NUMBER
 from runtime.core.params import FIELDS, GrammarKind, Mode, SamplingConfig, SamplingParams
-from runtime.drafters.spec import Devices, DrafterSpec, DraftLenMode, Setting, TextForm, with_first_devices
+from runtime.drafters.lists import Devices, TextForm
+from runtime.drafters.spec import DrafterSpec, DraftLenMode, Setting, with_first_devices
 from runtime.drafters.specs import DRAFTERS
 
 if TYPE_CHECKING:  # `compare` needs no torch
@@ -157,7 +158,7 @@ class OutputGrammar(Record):
 
 
 def grammar_record(params: SamplingParams) -> dict[str, OutputGrammar]:
-    """The key `grammar`, if an output has a form."""
+    """`{"grammar": ...}` for parameters that ask for a form, such as a JSON schema; `{}` for others."""
     grammar = params.output_grammar
     if grammar is None:
         return {}

@@ -92,7 +92,7 @@ class _Bar:
 
 
 def _bars(values: Seq[float], full: float) -> list[_Bar]:
-    """A bar for each value; one of `full` is as long as bars get."""
+    """A bar for each value; a value of `full` has the longest bar that there can be."""
     lengths = [value / full * _BAR_WIDTH if full else 0.0 for value in values]
     return [_Bar(length, max(lengths)) for length in lengths]
 

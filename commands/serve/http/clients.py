@@ -17,7 +17,9 @@ SALT_OF_SCOPE = "specdec.salt"
 
 
 def with_key(scope: Mapping[str, Any], key: bytes, *, num_keys: int) -> dict[str, Any]:
-    """The scope with the key that came with the request, one of so many; of several each client has its own."""
+    """A request's scope, and in it the API key that came with the request. `num_keys`: keys that the server knows; if
+    there are several, the key alone says who asks.
+    """
     return {**scope, KEY_OF_SCOPE: (key, num_keys > 1)} | salt_scope(key if num_keys else None)
 
 

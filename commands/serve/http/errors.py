@@ -81,7 +81,7 @@ class HTTPError(Exception):
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Names that a client's body has for the fields of errors."""
+    """Names of fields as the client wrote them, for errors: `guided_regex` in the place of our `regex`, say."""
 
     params: Mapping[str, str] = field(default_factory=dict)
     """Names by the field of a request: the regular expression may have come as `guided_regex`."""
@@ -133,20 +133,48 @@ def of_validation(error: ValidationError, body: dict[str, Any]) -> HTTPError:
     A field of several forms has an error for each. The one that is told is of the form that was meant: its kind is
     right but not its value, or it is wrong deeper inside.
     """
-    errors = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False)
     param = str(errors[0]["loc"][0])
     of_field = [one for one in errors if str(one["loc"][0]) == param]
     meant = max(of_field, key=lambda one: (not _is_of_another_kind(one), len(_path(one, body))))
     path = _path(meant, body)
     same = [one for one in of_field if _path(one, body) == path and _is_of_another_kind(one)]
-    reasons = dict.fromkeys(_REASONS.get(one["type"], one["msg"]) for one in (same if meant in same else [meant]))
+    reasons = dict.fromkeys(map(_reason, same if meant in same else [meant]))
     given = meant["input"]["type"] if meant["type"] == "item_type" else meant["input"]
     value = f": {given!r}" if isinstance(given, str | int | float) and len(repr(given)) <= _MAX_SHOWN else ""
-    return HTTPError(400, f"{'.'.join(path)}: {' or '.join(reasons)}{value}", param=param, code="invalid_value")
+    why = " or ".join(reasons).replace(" or must be ", " or ")
+    return HTTPError(400, f"{'.'.join(path)}: {why}{value}", param=param, code="invalid_value")
 
 
-_REASONS = {"none_required": "it is not supported", "model_type": "Input should be an object"}
-"""Reasons in words of the protocol, by pydantic's types of errors."""
+_REASONS = {
+    "none_required": "it is not supported",
+    "missing": "it is missing",
+    **dict.fromkeys(("model_type", "dict_type", "model_attributes_type"), "must be an object"),
+    **dict.fromkeys(("string_type", "string_unicode"), "must be a text"),
+    **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "has characters that are not taken; it must match {pattern}",
+    "too_short": "must have at least {min_length} entries, not {actual_length}",
+    "too_long": "must have at most {max_length} entries, not {actual_length}",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    **dict.fromkeys(("literal_error", "enum"), "must be {expected}"),  # such as `'low' or 'high'`
+}
+"""Reasons in plain words, by pydantic's types of errors; numbers and names stand in braces."""
+
+
+def _reason(error: ErrorDetails) -> str:
+    reason = _REASONS.get(error["type"])
+    if reason is None:
+        return error["msg"].removeprefix("Value error, ")
+    told = reason.format(**error.get("ctx", {}))
+    return told.replace(" 1 characters", " 1 character").replace(" 1 entries", " 1 entry")
 
 
 def _is_of_another_kind(error: ErrorDetails) -> bool:

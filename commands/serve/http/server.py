@@ -120,7 +120,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class _Deadline:
-    """Aborts a connection at some time unless it is stopped before that."""
+    """A timer of a connection: aborts the connection when the time is up, unless it is stopped before."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol
@@ -301,7 +301,7 @@ class _EndTold:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Files of TLS."""
+    """The files with which the server speaks HTTPS: its certificate and the private key."""
 
     certificate: Path
     key: Path | None

@@ -127,7 +127,7 @@ class MessageAnswer(Answer):
 
 
 class ServedFacts(Answer):
-    """Bits, machine and drafter of the server."""
+    """Facts about the server in `/v1/models`: the bits of its model's weights, its machine, its drafter."""
 
     bits: str
     dtype: str

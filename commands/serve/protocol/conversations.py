@@ -62,7 +62,7 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
             raise HTTPError(
                 400,
                 "the model's chat template knows no tools: take a model that was trained for them, or start the "
-                "server with `--tool-call-parser`",
+                "server with `--tool-call-parser`, such as `hermes`",
                 param="tools" if inputs.tools else body.said_in,
                 code="no_tools",
             )

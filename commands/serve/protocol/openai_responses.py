@@ -159,7 +159,7 @@ def _tools(body: ResponsesRequest) -> dict[str, Any]:
     """Tools and the choice among them, as a chat request has them."""
     for i, tool in enumerate(body.tools or ()):
         if not isinstance(tool.get("type"), str):
-            raise HTTPError(400, f"tools.{i}.type: Field required", param="tools", code="invalid_value")
+            raise HTTPError(400, f"tools.{i}.type: it is missing", param="tools", code="invalid_value")
     functions = [tool for tool in body.tools or () if tool["type"] == "function"]
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":

@@ -102,7 +102,7 @@ class PieceStream:
         self._text = TextStream.of_request(self.tokenizer, request, shown)
 
     def next(self) -> Piece | None:
-        """New part since the last call; None if there is none, or it was already over."""
+        """The part of the answer that came since the last call; None if nothing came, or the answer was over before."""
         progress = self.answer.progress
         if self._is_over or (progress.num_tokens == self._num_read and not progress.is_over):
             return None

@@ -31,7 +31,7 @@ from commands.output.help import config_flag
 from commands.serve.http.errors import HTTPError, of_validation
 from runtime.checkpoint.generation_config import Range
 from runtime.core.params import FIELDS, REQUEST_FIELDS, GrammarKind, Protocol, RequestField, names_in
-from runtime.drafters.spec import ListForm
+from runtime.drafters.lists import ListForm
 from runtime.drafters.specs import lookups
 
 MAX_PROMPTS = 4096
@@ -970,7 +970,7 @@ Body = TypeVar("Body", bound=Lenient)
 
 
 def parse_body(body: bytes, model: type[Body]) -> Body:
-    """Parse a body, whatever its Content-Type; HTTPError if it is not JSON, or does not fit the class."""
+    """Parse a body as `model`, whatever its Content-Type says; HTTPError unless it is JSON that `model` takes."""
     try:
         # It knows a depth at which it stops, and neither NaN nor half of a surrogate pair.
         value: Any = pydantic_core.from_json(body, allow_inf_nan=False)

@@ -75,6 +75,6 @@ class Metadata:
         """SpecDecError for this key's value; `beside` names keys whose values make it wrong."""
         also = f" beside {self.said(*beside)}" if beside else ""
         raise SpecDecError(
-            f"GGUF models with this value are not read, {self.said(key)}{also}: {self.path}",
+            f"this value of a GGUF file is not supported, {self.said(key)}{also}: {self.path}",
             hint=ORIGINAL,
         )

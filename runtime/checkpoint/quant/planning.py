@@ -33,7 +33,9 @@ class Losses:
         self._zero: dict[str, int] = {}
 
     def check(self, saved: Tensor, written: Tensor, entry: SourceTensor) -> None:
-        """Count the losses of one tensor. SpecDecError if saved weights are NaN or infinite."""
+        """Count the numbers of a tensor that became infinite or 0 when it was written in another dtype. SpecDecError if
+        the saved numbers are NaN or infinite already.
+        """
         if not saved.dtype.is_floating_point:
             return
         self._num_weights += saved.numel()

@@ -65,7 +65,7 @@ class BlockConfig:
         return self.markov == "none"
 
     def num_drafts(self, num_slots: int) -> int:
-        """Number of draft tokens from a block of this many slots."""
+        """Draft tokens of a block of `num_slots` slots: as many, or one fewer if its first slot is a known token."""
         return num_slots - (not self.starts_at_anchor)
 
 
@@ -391,10 +391,7 @@ def read_head(head: Path | str) -> HeadConfig:
 def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
     own = config.get("eagle_config") or {}
     if not isinstance(own, dict):
-        raise SpecDecError(
-            f"`{where}: eagle_config` is not a JSON object: {shown(own)}",
-            hint="download the head again",
-        )
+        raise _damaged(f"`{where}: eagle_config` is not a JSON object: {shown(own)}")
     if own.get("use_aux_hidden_state") is False:
         raise SpecDecError(
             f"an EAGLE-3 head that reads the last hidden state only is not supported: {directory}",
@@ -403,24 +400,30 @@ def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadCon
     layers = config.get("transformer_layer_config", config)
     if not isinstance(layers, dict):
         raise SpecDecError(f"`{where}: transformer_layer_config` is not a JSON object: {shown(layers)}")
-    layers = {"model_type": EAGLE_LAYERS} | layers
-    hidden_size = _size(layers, "hidden_size", where)
-    vocab_size = _size(layers, "vocab_size", where)
+    common = _common_fields(config, {"model_type": EAGLE_LAYERS} | layers, where)
     return HeadConfig(
-        directory=directory.expanduser(),
-        kind="eagle3",
-        layers=layers,
-        hidden_size=hidden_size,
-        target_hidden_size=_size(config, "target_hidden_size", where, hidden_size),
+        directory.expanduser(),
+        "eagle3",
         num_layers=_size(layers, "num_hidden_layers", where, 1),
-        vocab_size=vocab_size,
-        draft_vocab_size=_size(config, "draft_vocab_size", where, vocab_size),
         hidden_states=_eagle3_states(config, own, where),
         flags=frozenset(name for name in _FLAGS if (config.get(name) or own.get(name)) is True),
         logit_scale=_scale(config, where),
-        max_draft_len=_proposed_len(config),
-        block=_parallel_block(config, vocab_size, where),
+        block=_parallel_block(config, common["vocab_size"], where),
+        **common,
     )
+
+
+def _common_fields(config: dict[str, Any], layers: dict[str, Any], where: str) -> dict[str, Any]:
+    """Fields that EAGLE-3 and DFlash heads have in the same keys; `layers` is the config of the head's layers."""
+    hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
+    return {
+        "layers": layers,
+        "hidden_size": hidden_size,
+        "target_hidden_size": _size(config, "target_hidden_size", where, hidden_size),
+        "vocab_size": vocab_size,
+        "draft_vocab_size": _size(config, "draft_vocab_size", where, vocab_size),
+        "max_draft_len": _proposed_len(config),
+    }
 
 
 def _parallel_block(config: dict[str, Any], vocab_size: int, where: str) -> BlockConfig | None:
@@ -435,24 +438,19 @@ def _read_block(config: dict[str, Any], kind: str, directory: Path, where: str) 
     own = config.get("dflash_config") or {}
     layers = config.get("transformer_layer_config", config)
     if not isinstance(own, dict) or not isinstance(layers, dict):
-        raise SpecDecError(f"`{where}` is not the config of a DFlash head", hint="download the head again")
+        raise _damaged(f"`{where}` is not the config of a DFlash head")
     layers = {"model_type": BLOCK_LAYERS} | layers
     _refuse_other_blocks(config, own, layers, where)
-    hidden_size, vocab_size = (_size(layers, key, where) for key in ("hidden_size", "vocab_size"))
+    common = _common_fields(config, layers, where)
     return HeadConfig(
-        directory=directory.expanduser(),
-        kind="dflash",
-        layers=layers,
-        hidden_size=hidden_size,
-        target_hidden_size=_size(config, "target_hidden_size", where, hidden_size),
+        directory.expanduser(),
+        "dflash",
         num_layers=_size(layers, "num_hidden_layers", where),
-        vocab_size=vocab_size,
-        draft_vocab_size=_size(config, "draft_vocab_size", where, vocab_size),
         hidden_states=_block_states(config, own, where),
         flags=frozenset() if "lm_head.weight" in _own_names(directory) else frozenset({"target_output"}),
-        max_draft_len=_proposed_len(config),
-        block=_block_of(config, own, kind, vocab_size, where),
+        block=_block_of(config, own, kind, common["vocab_size"], where),
         num_target_layers=config.get("num_target_layers"),
+        **common,
     )
 
 
@@ -467,17 +465,11 @@ def _block_of(config: dict[str, Any], own: dict[str, Any], kind: str, vocab_size
         kind == "dspark",
     )
     if size < 2 - is_dspark:
-        raise SpecDecError(
-            f"`{where}: block_size` leaves no slot to draft: {size}",
-            hint="download the head again",
-        )
+        raise _damaged(f"`{where}: block_size` leaves no slot to draft: {size}")
     anchor = config.get("sample_from_anchor", is_dspark and "speculators_model_type" not in config)
     rank = config.get("markov_rank") or 0
     if type(rank) is not int or rank < 0:
-        raise SpecDecError(
-            f"`{where}: markov_rank` must be a whole number: {shown(rank)}",
-            hint="download the head again",
-        )
+        raise _damaged(f"`{where}: markov_rank` must be a whole number: {shown(rank)}")
     has_confidence = is_dspark and config.get("enable_confidence_head") is True
     reads: Literal["hidden", "markov"] = "markov" if config.get("confidence_head_with_markov") is True else "hidden"
     return BlockConfig(
@@ -512,10 +504,7 @@ def _mask_token(config: dict[str, Any], own: dict[str, Any], vocab_size: int, wh
     found = next((record[key] for record in (own, config) for key in _MASKS if record.get(key) is not None), None)
     found = int(found) if isinstance(found, str) and found.isdigit() else found
     if type(found) is not int or not 0 <= found < vocab_size:
-        raise SpecDecError(
-            f"`{where}: mask_token_id` is outside the vocabulary of {vocab_size}: {shown(found)}",
-            hint="download the head again",
-        )
+        raise _damaged(f"`{where}: mask_token_id` is outside the vocabulary of {vocab_size}: {shown(found)}")
     return found
 
 
@@ -524,13 +513,14 @@ def _block_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tu
     `speculators` numbers the inputs.
     """
     keys = (own, "target_layer_ids", 1), (config, "target_layer_ids", 1), (config, "aux_hidden_state_layer_ids", 0)
-    record, key, after = next((one for one in keys if one[0].get(one[1]) is not None), keys[0])
+    return _state_ids(*next((one for one in keys if one[0].get(one[1]) is not None), keys[0]), where)
+
+
+def _state_ids(record: dict[str, Any], key: str, after: int, where: str) -> tuple[int, ...]:
+    """Numbers of hidden states from a list of layers: of their inputs (`after` 0) or outputs (`after` 1)."""
     ids = record.get(key)
     if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-        raise SpecDecError(
-            f"`{where}` has no list of layers in `{key}`: {shown(ids)}",
-            hint="download the head again",
-        )
+        raise _damaged(f"`{where}: {key}` is not a list of layers: {shown(ids)}")
     return tuple(one + after for one in ids)
 
 
@@ -542,10 +532,7 @@ def is_block(directory: Path | str) -> bool:
 def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
     text = config.get("text_config")
     if not isinstance(text, dict):
-        raise SpecDecError(
-            f"`{where}: text_config` is not a JSON object: {shown(text)}",
-            hint="download the head again",
-        )
+        raise _damaged(f"`{where}: text_config` is not a JSON object: {shown(text)}")
     vocab_size = _size(text, "vocab_size", where, 262144)
     flags = frozenset({"centroids"} if config.get("use_ordered_embeddings") is True else ())
     if flags:
@@ -610,16 +597,13 @@ def _eagle3_states(config: dict[str, Any], own: dict[str, Any], where: str) -> t
     """
     key = "eagle_aux_hidden_state_layer_ids"
     for record, after in ((config, 0), (own, 1)):
-        ids = record.get(key)
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-            raise SpecDecError(
-                f"`{where}: {key}` is not a list of layers: {shown(ids)}",
-                hint="download the head again",
-            )
-        return tuple(one + after for one in ids)
+        if record.get(key) is not None:
+            return _state_ids(record, key, after, where)
     return None
+
+
+def _damaged(problem: str) -> SpecDecError:
+    return SpecDecError(problem, hint="download the head again")
 
 
 def _size(config: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
@@ -627,15 +611,9 @@ def _size(config: dict[str, Any], key: str, where: str, default: int | None = No
     if value is None and default is not None:
         return default
     if type(value) is not int or value < 1:
-        raise SpecDecError(
-            f"`{where}: {key}` must be a whole number of at least 1: {shown(value)}",
-            hint="download the head again",
-        )
+        raise _damaged(f"`{where}: {key}` must be a whole number of at least 1: {shown(value)}")
     if value > (most := _MOST_LAYERS if key.endswith("layers") else _LARGEST_SIZE):
-        raise SpecDecError(
-            f"`{where}: {key}` must be at most {most}: {shown(value)}",
-            hint="download the head again",
-        )
+        raise _damaged(f"`{where}: {key}` must be at most {most}: {shown(value)}")
     return value
 
 
@@ -644,10 +622,7 @@ def _scale(config: dict[str, Any], where: str) -> float:
     if value is None:
         return 1.0
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise SpecDecError(
-            f"`{where}: logit_scale` must be a number: {shown(value)}",
-            hint="download the head again",
-        )
+        raise _damaged(f"`{where}: logit_scale` must be a number: {shown(value)}")
     return float(value)
 
 

@@ -15,14 +15,26 @@
 namespace quantizing {
 namespace {
 
-typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+constexpr int64_t kHalf = kLanes / 2;
+typedef float HalfLanes __attribute__((vector_size(4 * kHalf)));
+typedef double Doubles __attribute__((vector_size(8 * kHalf)));  // a register: of a longer vector numbers are converted singly
 
-inline Doubles doubled(Lanes v) { return __builtin_convertvector(v, Doubles); }
-inline double total(Doubles v) {
-  double sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
-}
+// Sums of numbers in doubles, a sum for each lane.
+struct Sums {
+  Doubles low{}, high{};
+
+  void add(Lanes v) {
+    HalfLanes halves[2];
+    std::memcpy(halves, &v, sizeof v);
+    low += __builtin_convertvector(halves[0], Doubles), high += __builtin_convertvector(halves[1], Doubles);
+  }
+  double total() const {
+    double sum = 0;
+    for (int64_t i = 0; i < kHalf; ++i) sum += low[i];
+    for (int64_t i = 0; i < kHalf; ++i) sum += high[i];
+    return sum;
+  }
+};
 
 struct Rounding {
   float lowest, highest;
@@ -33,28 +45,29 @@ struct Rounding {
   // The integers nearest to the numbers; a scale of 0 has zeros.
   Lanes nearest(Lanes x, float scale) const {
     Lanes q = x / (scale == 0 ? 1.0f : scale);
-    q = q < lowest - 1 ? Lanes{} + (lowest - 1) : q > highest + 1 ? Lanes{} + (highest + 1) : q;
-    q = (q + 12582912.0f) - 12582912.0f;  // 1.5 x 2^23, beside which floats are integers: of two the even one
-    return q < lowest ? Lanes{} + lowest : q > highest ? Lanes{} + highest : q;
+    q = q < lowest ? Lanes{} + lowest : q > highest ? Lanes{} + highest : q;
+    return (q + 12582912.0f) - 12582912.0f;  // 1.5 x 2^23, beside which floats are integers: of two the even one
   }
 };
 
-// A scale, and sums over a group rounded with it.
-struct Fit {
-  float scale = 0;
-  double error = std::numeric_limits<double>::infinity(), product = 0, squares = 0;
-
-  // The scale of least squares for these integers.
-  float fitted() const { return static_cast<at::Half>(static_cast<float>(product / std::max(squares, 1.0))); }
-};
-
-Fit measure(const float* x, int64_t count, float scale, const Rounding& rounding) {
-  Doubles error{}, product{}, squares{};
+// The sum of the squared errors of a group rounded with this scale.
+double error_of(const float* x, int64_t count, float scale, const Rounding& rounding) {
+  Sums errors;
   for (int64_t k = 0; k < count; k += kLanes) {
-    const Lanes v = load(x + k), q = rounding.nearest(v, scale), distance = q * scale - v;
-    error += doubled(distance * distance), product += doubled(v * q), squares += doubled(q * q);
+    const Lanes v = load(x + k), distance = rounding.nearest(v, scale) * scale - v;
+    errors.add(distance * distance);
   }
-  return {scale, total(error), total(product), total(squares)};
+  return errors.total();
+}
+
+// The scale of least squares for the integers that this scale gives.
+float fitted(const float* x, int64_t count, float scale, const Rounding& rounding) {
+  Sums products, squares;
+  for (int64_t k = 0; k < count; k += kLanes) {
+    const Lanes v = load(x + k), q = rounding.nearest(v, scale);
+    products.add(v * q), squares.add(q * q);
+  }
+  return static_cast<at::Half>(static_cast<float>(products.total() / std::max(squares.total(), 1.0)));
 }
 
 float largest(const float* x, int64_t count) {
@@ -74,17 +87,18 @@ float largest(const float* x, int64_t count) {
 float best_scale(const float* x, int64_t count, const Rounding& rounding) {
   const float extreme = largest(x, count), step = std::fabs(extreme) / rounding.highest;
   const bool one = rounding.first_wins && (step >= 0x1p-14f || step == 0);
-  Fit best;
-  for (size_t i = 0; i < (one ? 1 : rounding.factors.size()); ++i) {
-    const Fit fit = measure(x, count, static_cast<at::Half>(extreme * rounding.factors[i]), rounding);
-    if (fit.error < best.error) best = fit;
-  }
-  for (int64_t i = 0; i < rounding.refinements; ++i) {
-    const Fit fit = measure(x, count, best.fitted(), rounding);
-    if (!(fit.error < best.error)) break;
-    best = fit;
-  }
-  return best.scale;
+  float best = 0;
+  double least = std::numeric_limits<double>::infinity();
+  const auto try_scale = [&](float scale) {
+    const double error = error_of(x, count, scale, rounding);
+    const bool is_better = error < least;
+    if (is_better) best = scale, least = error;
+    return is_better;
+  };
+  for (size_t i = 0; i < (one ? 1 : rounding.factors.size()); ++i)
+    try_scale(static_cast<at::Half>(extreme * rounding.factors[i]));
+  for (int64_t i = 0; i < rounding.refinements && try_scale(fitted(x, count, best, rounding)); ++i) continue;
+  return best;
 }
 
 // int8 (outputs, inputs), or uint8 with two numbers of 4 bits plus 8 each, the first lower; float16 (outputs, groups).

@@ -398,7 +398,7 @@ def _cores_of(path: Path) -> set[int]:
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> str | None:
-    """Choice among `always [madvise] never`; None if the system has none."""
+    """Linux's use of huge pages: `madvise` where its file says `always [madvise] never`; None without the file."""
     try:
         return path.read_text().partition("[")[2].partition("]")[0] or None
     except OSError:

@@ -285,7 +285,7 @@ def _without_drafters(chosen: Record) -> Record:
 
 
 def _drafter(chosen: Record) -> str | None:
-    """Such as `n-gram lookup 4,2`, with the numbers of its list; None without a drafter."""
+    """The drafter of a document in words, such as `n-gram lookup 4,2`; None for a document without a drafter."""
     found = []
     for name in chosen["drafters"]:
         described = DRAFTERS[name].description

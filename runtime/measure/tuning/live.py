@@ -71,7 +71,7 @@ class LiveRun:
         return max(_MIN_ROUNDS, -(-MIN_PAIRS // self.num_batches))
 
     def measure(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
-        """Rounds through all of them, as many as noise asks for, and more while they are short."""
+        """Time the candidates in turn, in as many rounds as noise asks for, and more rounds while these are short."""
         for candidate in candidates:
             self._round([candidate], 1, _WARM_UP_TOKENS)
         rounds: list[list[list[Generation]]] = []

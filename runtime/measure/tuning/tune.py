@@ -220,13 +220,13 @@ def _confirm(
     with progress("timing", live.num_rounds) as advance:
         measured = live.measure([*replayable, *others], advance)
     _warn_of_other_outputs(sample.traces, measured[0])
-    confirmation = confirm(replayed, measured)
+    confirmation, model = confirm(replayed, measured), live.llm.bundle.model
+    anew = "build the engine again"
+    if model is not None:
+        anew = f"`specdec rm {model}` has the next run {anew}"
     for what, factor in (("prompts", confirmation.factors.prompts), ("steps", confirmation.factors.others)):
         if not 1 / _LARGEST_FACTOR <= factor <= _LARGEST_FACTOR:
-            _warn(
-                f"{what} take {factor:.2f} times as long as when they were measured; if this persists, build the "
-                "engine again"
-            )
+            _warn(f"{what} take {factor:.2f} times as long as when they were measured; if this persists, {anew}")
     return confirmation
 
 

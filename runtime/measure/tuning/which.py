@@ -43,7 +43,7 @@ class Sample:
 
     @property
     def factor(self) -> float:
-        """How much slower steps were than their costs say."""
+        """Measured ÷ predicted seconds of steps: 2 where they took twice what their costs say."""
         return self.measured_s / self.predicted_s
 
     @property

@@ -13,7 +13,9 @@ from runtime.model.replaced import Replaced, RotaryOfPairs
 
 
 class _Positions:
-    """Number of tokens before each row's tokens; added to places in the row it gives positions."""
+    """Stands in the place of the number of cached tokens, to which transformers adds `arange(Q)`: the sum is the
+    positions of all rows.
+    """
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions

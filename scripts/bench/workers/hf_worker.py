@@ -46,40 +46,22 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     torch.set_num_threads(settings["num_threads"])
     torch.set_flush_denormal(True)
     model = load_model(settings["model_dir"], settings["dtype"])
-    options: dict[str, dict[str, Any]] = {
-        "none": {},
-        "ngram": {
-            "prompt_lookup_num_tokens": settings["ngram_draft_len"],
-            "max_matching_ngram_size": settings["ngram_size"],
-        },
-    }
-    if settings["draft_model_dir"]:
-        draft_model = load_model(settings["draft_model_dir"], settings["dtype"])
-        draft_model.generation_config.num_assistant_tokens = settings["draft_model_draft_len"]
-        draft_model.generation_config.num_assistant_tokens_schedule = "constant"
-        draft_model.generation_config.assistant_confidence_threshold = 0.0
-        options["draft-target"] = {"assistant_model": draft_model}
 
-    def variant(own_options: dict[str, Any]) -> Variant:
-        def generate(job: Job, arrived: Any) -> list[int]:
-            ids = torch.tensor([job.prompt])
-            torch.manual_seed(job.seed)
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=job.max_new_tokens,
-                eos_token_id=list(job.end_ids) or None,
-                streamer=StepStreamer(arrived),
-                do_sample=job.sampling is not None,
-                **(asdict(job.sampling) if job.sampling else {}),
-                **own_options,
-            )
-            return list(output[0, len(job.prompt) :].tolist())
+    def generate(job: Job, arrived: Any) -> list[int]:
+        ids = torch.tensor([job.prompt])
+        torch.manual_seed(job.seed)
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=job.max_new_tokens,
+            eos_token_id=list(job.end_ids) or None,
+            streamer=StepStreamer(arrived),
+            do_sample=job.sampling is not None,
+            **(asdict(job.sampling) if job.sampling else {}),
+        )
+        return list(output[0, len(job.prompt) :].tolist())
 
-        return generate
-
-    note = f"uncompiled, {model.config._attn_implementation} attention, denormals flushed"
-    return {name: variant(own_options) for name, own_options in options.items()}, note
+    return {"none": generate}, f"uncompiled, {model.config._attn_implementation} attention, denormals flushed"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""The worker of llama.cpp: llama-cpp-python's `llama_decode`, with or without the drafts of its prompt lookup.
+"""The worker of llama.cpp: llama-cpp-python's `llama_decode`, a token a step.
 
-The loop is here, because the binding's own computes the logits of all prompt tokens as soon as there is a drafter:
-what is measured is llama.cpp. The binding has no draft model. Weights and K/V cache have the given dtype; beside
-quantized weights it is float16. Denormals are flushed to zero as in the other systems. Flash attention, on by default,
+The K/V cache has the given dtype; beside quantized weights it is float16. Denormals are flushed to zero as in the
+other systems. Flash attention, on by default,
 is off: without it a step of the 101 M model took 0.6 of the time in float32 and 0.9 in bfloat16, and a prompt of 900
 tokens 1.3 and 0.8. Where the processor has AMX quantized weights stay as they lie in the file: 0.3.36 lays them out for
 it, and its products of those crash. What a library can do was settled when it was built: the note has its instruction
@@ -17,7 +16,6 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from scripts.bench.workers.worker import Job, Variant, serve
 
@@ -77,9 +75,9 @@ class Model:
         for i in range(max_tokens):
             self._batch.seq_id[i][0] = 0
 
-    def forget(self, position: int) -> None:
-        """Drop the K/V from that position on."""
-        llama_cpp.llama_memory_seq_rm(self._memory, 0, position, -1)
+    def forget(self) -> None:
+        """Drop the K/V of all tokens."""
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, 0, -1)
 
     def choose_by(self, job: Job) -> None:
         """Its samplers for the sampling that the job asks for, in the order of its own programs; none for greedy."""
@@ -97,24 +95,18 @@ class Model:
             ):
                 llama_cpp.llama_sampler_chain_add(self._sampler, sampler)
 
-    def logits(self, tokens: list[int], position: int, num_logits: int) -> np.ndarray:
-        """Compute the tokens at their positions; (num_logits, vocab) float32, until the next call, after the last."""
+    def step(self, tokens: list[int], position: int) -> int:
+        """Compute the tokens, the first at `position`; the choice after the last."""
         n = self._batch.n_tokens = len(tokens)
         self._tokens[:n] = tokens
         self._positions[:n] = np.arange(position, position + n)
-        self._has_logits[:n] = np.arange(n) >= n - num_logits
+        self._has_logits[:n] = np.arange(n) == n - 1
         if llama_cpp.llama_decode(self._context, self._batch) != 0:
             raise RuntimeError(f"llama_decode failed for {n} tokens at position {position}")
-        first = llama_cpp.llama_get_logits_ith(self._context, n - num_logits)
-        return np.ctypeslib.as_array(first, (num_logits, self._vocab_size))  # rows with logits lie together
-
-    def step(self, tokens: list[int], position: int, num_logits: int) -> list[int]:
-        """Compute the tokens at their positions; the choices after the last `num_logits` of them."""
-        logits, n = self.logits(tokens, position, num_logits), len(tokens)
         if self._sampler:
-            rows = range(n - num_logits, n)
-            return [llama_cpp.llama_sampler_sample(self._sampler, self._context, row) for row in rows]
-        return [int(token) for token in logits.argmax(1)]
+            return int(llama_cpp.llama_sampler_sample(self._sampler, self._context, n - 1))
+        logits = llama_cpp.llama_get_logits_ith(self._context, n - 1)
+        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
 
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
@@ -123,32 +115,18 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     llama_cpp.llama_backend_init()
     cache = "float16" if settings["is_quantized"] else settings["dtype"]
     model = Model(settings, cache)
-    lookup = LlamaPromptLookupDecoding(settings["ngram_size"], settings["ngram_draft_len"])
 
-    def no_drafts(ids: np.ndarray) -> np.ndarray:
-        return ids[:0]
-
-    def variant(propose: Any) -> Variant:
-        def generate(job: Job, arrived: Any) -> list[int]:
-            prompt = job.prompt
-            model.forget(0)
-            model.choose_by(job)
-            tokens = prompt + model.step(prompt, 0, 1)
+    def generate(job: Job, arrived: Any) -> list[int]:
+        prompt = job.prompt
+        model.forget()
+        model.choose_by(job)
+        tokens = [*prompt, model.step(prompt, 0)]
+        arrived()
+        end = len(prompt) + job.max_new_tokens
+        while len(tokens) < end and tokens[-1] not in job.end_ids:
+            tokens.append(model.step(tokens[-1:], len(tokens) - 1))
             arrived()
-            end = len(prompt) + job.max_new_tokens
-            while len(tokens) < end and tokens[-1] not in job.end_ids:
-                # The last token has no K/V yet. A step yields one token more than it has drafts.
-                drafts = propose(np.array(tokens, np.intc))[: end - len(tokens) - 1].tolist()
-                choices = model.step([tokens[-1], *drafts], len(tokens) - 1, len(drafts) + 1)
-                pairs = zip(drafts, choices, strict=False)
-                num_accepted = next((i for i, (draft, choice) in enumerate(pairs) if draft != choice), len(drafts))
-                tokens += choices[: num_accepted + 1]
-                if num_accepted < len(drafts):
-                    model.forget(len(tokens) - 1)
-                arrived()
-            return tokens[len(prompt) : end]
-
-        return generate
+        return tokens[len(prompt) :]
 
     built_for = [
         part.split(" = ")[0].split(":")[-1].strip()
@@ -156,7 +134,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
         if part.strip().endswith("= 1")
     ]
     note = f"{cache} K/V cache of {settings['max_request_tokens']} tokens, built for {' '.join(built_for)}"
-    return {"none": variant(no_drafts), "ngram": variant(lookup)}, note
+    return {"none": generate}, note
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The worker of OpenVINO GenAI: one pipeline, with or without prompt lookup, because each has a model of its own.
+"""The worker of OpenVINO GenAI: one pipeline, without prompt lookup.
 
 It runs in OpenVINO's virtual environment and imports nothing of specdec's. The backend is paged attention, the default
 and here the faster one. Weights and K/V cache have the given dtype, and activations are not quantized; where weights
@@ -51,10 +51,6 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
     scheduler.max_num_batched_tokens = 1 << 16  # a prompt is computed at once, as by default
     properties["scheduler_config"] = scheduler
     config = openvino_genai.GenerationConfig()
-    if settings["variant"] == "ngram":
-        properties["prompt_lookup"] = True
-        config.num_assistant_tokens = settings["ngram_draft_len"]
-        config.max_ngram_size = settings["ngram_size"]
     pipeline = openvino_genai.LLMPipeline(settings["openvino_dir"], "CPU", **properties)
 
     def generate(job: Job, arrived: Any) -> list[int]:
@@ -67,7 +63,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Variant], str]:
         ids = openvino.Tensor(np.array([job.prompt], dtype=np.int64))
         return list(pipeline.generate(ids, config, StepStreamer(arrived)).tokens[0])
 
-    return {settings["variant"]: generate}, f"{note}, prefix caching off"
+    return {"none": generate}, f"{note}, prefix caching off"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from runtime.core.params import GREEDY, SamplingConfig
 from runtime.core.request import Request
 from runtime.drafters.specs import (
     AnySpec,
-    DraftTargetDrafter,
     NgramDrafter,
     SelfDrafter,
     SuffixDrafter,
@@ -28,7 +27,6 @@ DRAFTERS: dict[str, Callable[..., AnySpec]] = {
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
     "self": SelfDrafter,
-    "draft-target": DraftTargetDrafter,
 }
 
 

@@ -1,4 +1,4 @@
-"""Base of all workers of bench/peers.py and bench/real.py: the protocol, the clock and the memory counter.
+"""Base of all workers of bench/real.py: the protocol, the clock and the memory counter.
 
 Standard library only. A worker is a process with one system's model in it. It says on stdout that it is ready, then
 answers jobs from stdin, a JSON document per line: {"variant", "prompt", "max_new_tokens"} and what else a `Job` has ->

@@ -11,7 +11,8 @@ from sentences import Said
 from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
 from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
 from commands.options.speculation_flags import SpeculationOptions, parse_drafter_names
-from runtime.drafters.spec import Devices, DrafterSpec
+from runtime.drafters.lists import Devices
+from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import (
     AnswerDrafter,
     CustomDrafter,

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from commands.options.expand import CURRENT_COMMAND, Command
-from commands.options.hints import HINTS, hint_of
+from commands.doctor.work import REMEDIES
+from commands.options.expand import CURRENT_COMMAND, MODEL_AT_HAND, Command
+from commands.options.hints import HINTS, for_model, hint_of
 from runtime.util.errors import SpecDecError
 from specdec_cli.app import app
 
@@ -70,6 +71,20 @@ def test_flags_behind_a_command_are_its_own(code: str) -> None:
     for command, words in re.findall(r"`specdec (\w+(?: create)?)([^`]*)", text):
         flags = flags_of(COMMANDS[command.split()[-1]])
         assert set(re.findall(r"--([a-z-]+)", words)) <= flags
+
+
+def test_who_named_a_model_is_not_told_to_build_an_engine() -> None:
+    tokens = CURRENT_COMMAND.set(Command("serve", FLAGS["serve"])), MODEL_AT_HAND.set("my model")
+    try:
+        hints = {code: hint_of(error_with(code)) or "" for code in HINTS}
+    finally:
+        CURRENT_COMMAND.reset(tokens[0])
+        MODEL_AT_HAND.reset(tokens[1])
+    for code in ("engine", "batch_size", "draft_len", "none_fits", "prompt_too_long", "request_too_long"):
+        assert "build`" not in hints[code] and "build --" not in hints[code] and "--model-dir" not in hints[code], code
+    assert "`specdec rm 'my model'`" in hints["engine"] and "`--max-seq-len`" in hints["prompt_too_long"]
+    remedies = [for_model(remedy, "demo") for remedy in REMEDIES.values()]
+    assert not any(f"specdec {command}` again" in one for one in remedies for command in ("build", "convert"))
 
 
 def test_flags_of_a_command_are_those_that_typer_knows() -> None:

@@ -130,6 +130,15 @@ def test_a_file_merges_mappings_as_yaml_does(place: Path, specdec: Specdec) -> N
     assert run["--top-k"][1] == run["--quiet"][1] == "default" and run["--quiet"][0] == "false"
 
 
+def test_a_flag_that_commands_call_differently_is_one_row(place: Path, specdec: Specdec) -> None:
+    Path("prod.yaml").write_text("quantization: int4\noutput_len: 3")
+    document = specdec("config", "show", "--config", "prod.yaml", "--json").document
+    assert [(one["name"], one["value"]) for one in document["settings"] if one["name"].startswith("--")] == [
+        ("--quantization", "int4"),
+        ("--max-output-len", "3"),
+    ]
+
+
 def sample_of(flag: Any) -> str:
     described = flag.type_descriptor
     if described.choices:
@@ -148,6 +157,12 @@ def sample_of(flag: Any) -> str:
         ({"SPECDEC_CACHE_DIRR": "x"}, ("SPECDEC_CACHE_DIRR", "SPECDEC_CACHE_DIR")),
         ({"SPECDEC_MAX_OUTPUT_LEN": "many"}, ("`--max-output-len`", "many", "the variable SPECDEC_MAX_OUTPUT_LEN")),
         ({"SPECDEC_SERVICE_HOST": "10.0.0.1", "SPECDEC_PORT_80_TCP": "tcp://10.0.0.1:80"}, ("engine_outputs",)),
+        (
+            {"SPECDEC_MAX_MODEL_LEN": "64", "SPECDEC_MAX_SEQ_LEN": "64"},
+            ("two", "SPECDEC_MAX_MODEL_LEN", "SPECDEC_MAX_SEQ_LEN"),
+        ),
+        ({"SPECDEC_QFORMAT": "int4", "SPECDEC_QUANTIZATION": "int8"}, ("SPECDEC_QFORMAT", "SPECDEC_QUANTIZATION")),
+        ({"SPECDEC_MODEL": "demo", "SPECDEC_MODEL_DIR": "demo"}, ("SPECDEC_MODEL and", "SPECDEC_MODEL_DIR")),
     ],
 )
 def test_what_is_wrong_with_a_variable_is_said(

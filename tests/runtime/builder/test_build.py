@@ -281,6 +281,21 @@ def test_mixture_by_wrong_experts_is_refused(
     check_refused(make_mixture_checkpoint(tmp_path, family, 0), tmp_path, said, "0.05", "float32")
 
 
+def test_mixture_that_sees_one_key_too_many_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Said
+) -> None:
+    """The second text alone is wrong, which is a third of what is compared."""
+
+    def broken(mask: Callable[..., Tensor], self: PagedInputs, *arguments: Any) -> Tensor:
+        more = torch.ones_like(self.positions)
+        more[0] = 0
+        return mask(dataclasses.replace(self, positions=self.positions + more, masks={}), *arguments)
+
+    checkpoint_dir = make_mixture_checkpoint(tmp_path, "mixtral", 0)
+    monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(functools.partial(broken, PagedInputs.mask)))
+    check_refused(checkpoint_dir, tmp_path, said, "0.05", "float32")
+
+
 def test_near_ties_are_decided_otherwise_and_nothing_else() -> None:
     scores = torch.tensor([[0.5, 0.1, 0.39, 0.4], [0.1, 0.2, 0.3, 0.4], [0.8, 0.7, 0.6, 0.0]])
     with Choices([0.02]) as others:

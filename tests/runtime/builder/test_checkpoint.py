@@ -219,6 +219,17 @@ def test_unsupported_model_is_refused_by_its_config_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_weights_of_integers_are_refused_by_name(model_dir: Path, tmp_path: Path, said: Said) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = (tensors[name] * 100).to(torch.int8)
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SpecDecError) as error:
+        run_convert(model_dir, tmp_path / "out")
+    said(error, f"`{name}`", "int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused_by_name_and_number(
     value: float, model_dir: Path, tmp_path: Path, said: Said

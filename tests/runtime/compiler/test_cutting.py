@@ -1,5 +1,6 @@
 """A step is cut into its beginning, a layer of each kind, and its end. `test_token_program.py` computes the pieces."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from tiny import make_model
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from runtime.compiler.capture import StepForm
@@ -90,6 +92,21 @@ def test_a_wider_layer_is_another_program(two_layers: CutStep) -> None:
     other = cut(make_model("llama", num_hidden_layers=2, intermediate_size=64))
     changed = [describe(a) != describe(b) for a, b in zip(two_layers.programs, other.programs, strict=True)]
     assert changed.count(False) == 1  # the beginning
+
+
+def test_programs_and_weights_have_an_order_that_does_not_depend_on_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma's class makes angles for `set(config.layer_types)`, whose order is another in each process."""
+
+    def stored(order: Callable[[Any], list[Any]]) -> tuple[list[str], list[Any], list[tuple[str, bytes]]]:
+        monkeypatch.setattr(modeling_gemma3, "set", order, raising=False)
+        step = cut(make_model("gemma3"))
+        weights = [(name, one.numpy().tobytes()) for of_call in step.weights() for name, one in of_call.items()]
+        calls = [(call.program, call.inputs, call.outputs) for call in step.calls]
+        return [describe(program) for program in step.programs], calls, weights
+
+    assert stored(sorted) == stored(lambda names: sorted(names, reverse=True))
 
 
 def test_layers_that_compute_by_their_number_are_not_one_program(monkeypatch: pytest.MonkeyPatch) -> None:

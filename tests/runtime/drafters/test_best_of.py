@@ -214,6 +214,22 @@ def test_a_lookup_that_is_always_wrong_is_soon_left_to_the_copy(
     assert histogram[0] <= 24 // 5 + most + 2 and histogram[1] >= 12
 
 
+@pytest.mark.parametrize(("token_s", "num_right", "sent"), [(0.0, 9, 6), (0.0, 3, 6), (9.0, 9, 2), (0.3, 3, 3)])
+def test_lookups_go_on_behind_a_models_draft_as_far_as_that_pays(token_s: float, num_right: int, sent: int) -> None:
+    """Two of six tokens are the model's; of what was looked up three are right, or all."""
+    text = [7 + i % 20 for i in range(99)]
+    model = DraftingModel(Guesser({0: text}, 9, match_len=0), 2, lambda batch, context: 0.0)
+    looked_up = text if num_right == 9 else [token if i % 4 < num_right else 1 for i, token in enumerate(text)]
+    lookup = OnlyAhead({0: looked_up}, 9, match_len=2)
+    chain = BestOf([lookup], [model], lambda batch, context, draft_len: 1 + token_s * draft_len, VOCAB_SIZE)
+    sequence = Sequence.start(Request(0, (5, 6), 99))
+    for start in range(0, 80, 4):
+        sequence.tokens[2:] = text[:start]
+        (draft,) = chain.propose([sequence], 6)
+    assert len(draft.tokens) == sent
+    assert draft.tokens == [*text[76:78], *looked_up[78 : 76 + sent]]
+
+
 def test_what_was_drawn_is_sent_whatever_it_is_worth() -> None:
     """Lengths may depend on a draft's tokens, and to weigh that would change what is generated."""
 

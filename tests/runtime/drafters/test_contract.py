@@ -168,8 +168,14 @@ def test_every_drafter_of_the_registry_has_a_case() -> None:
 
 
 @pytest.fixture(scope="module")
-def made(request: pytest.FixtureRequest, make_engine_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return CASES[request.param](make_engine_dir, tmp_path_factory.mktemp("head"))
+def make(make_engine_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """`make(case)`: the same each time, because a case comes again in each of the tests."""
+    return cache(lambda case: CASES[case](make_engine_dir, tmp_path_factory.mktemp("head")))
+
+
+@pytest.fixture
+def made(request: pytest.FixtureRequest, make: Callable[[str], Made]) -> Made:
+    return make(request.param)
 
 
 def on(cases: Sequence[str]) -> pytest.MarkDecorator:

@@ -194,7 +194,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "vocabulary": ({"vocab_size": 64}, {}, "vocabulary of 64"),
     "layers": ({"num_target_layers": 36}, {}, "of 36, and the target has 6 layers"),
     "ids": ({"dflash_config": {"mask_token_id": 31, "target_layer_ids": [0, 9]}}, {}, "target has 6 layers"),
-    "no ids": ({"dflash_config": {"mask_token_id": 31}}, {}, "no list of layers"),
+    "no ids": ({"dflash_config": {"mask_token_id": 31}}, {}, "not a list of layers"),
     "no mask": (
         {"dflash_config": {"target_layer_ids": [0, 2, 4]}},
         {},

@@ -292,6 +292,16 @@ def test_it_catches_up_where_others_drafted(
     check_drafts(eagle.seen, head, model, 50)
 
 
+def test_blocks_that_another_request_had_hold_its_own_numbers(
+    small_engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path
+) -> None:
+    """There are blocks for two requests, so that the third and the fourth get those of the first."""
+    eagle = drafter(small_engine, head_dir)
+    for i in range(1, 5):
+        answer(small_engine, "leader", [Request(i, tuple(repetitive_prompt(i, 26)), NUM_NEW_TOKENS)], eagle)
+    check_drafts(eagle.seen, head, model, 60)
+
+
 def test_numbers_that_are_none_change_nothing(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
     eagle = drafter(engine, head_dir)
     eagle.head.fc.weight.fill_(torch.nan)  # type: ignore[attr-defined]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from runtime.core.block_store import BlockStore
-from runtime.core.output_table import read_outputs, write_output
 from runtime.core.request import Request, Sequence
 from runtime.core.scopes import OWNER, Scope
+from runtime.core.text_tables import read_outputs, write_output
 from runtime.drafters import pools as module
 from runtime.drafters.pools import OwnerPools, Pool
 

@@ -109,17 +109,6 @@ def test_ids_of_any_size_are_looked_up() -> None:
         assert propose(SuffixLookup(), start([token, 5, token]), 1) == [5]
 
 
-@pytest.mark.parametrize(
-    ("repeated", "growth", "draft_len"),
-    [(1, 1.0, 1), (3, 1.0, 3), (3, 1.5, 4), (3, 0.1, 1), (3, 9.0, 10), (40, 0.2, 8)],
-)
-def test_drafts_grow_with_the_match(repeated: int, growth: float, draft_len: int) -> None:
-    """A match longer than what is counted has its full length."""
-    phrase = list(range(100, 100 + repeated))
-    sequence = start([*phrase, *range(20), *phrase])
-    assert propose(SuffixLookup(growth=growth), sequence) == list(range(20))[:draft_len]
-
-
 def calls_of_steps(tokens: list[int], num_steps: int = 200) -> int:
     """Calls that the last tokens make the drafter do, one step for each."""
     drafter, sequence = SuffixLookup(), start(tokens[:-num_steps], max_new_tokens=1000)

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from runtime.checkpoint.config import SelfDraft
 from runtime.core.block_store import FILE
-from runtime.core.pieces import PieceSizes
 from runtime.core.request import Request, Sequence
 from runtime.drafters.specs import DFlashDrafter, DraftTargetDrafter, EagleDrafter, MtpDrafter, SelfDrafter
 from runtime.engine import kv_disk
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.llm import LLM
 from runtime.loop import orchestrator, scheduler
+from runtime.loop.pieces import PieceSizes
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 PROMPT = [(7 * i * i + 3 * i) % 29 + 3 for i in range(45)]
@@ -60,24 +60,27 @@ def warned(*parts: str) -> Iterator[list[str]]:
     assert all(part in told[0] for part in parts)
 
 
-# Dense, a window, sinks, MLA, convolutions, recurrent states, states alone, chunks, one attention for several layers,
-# layers that share keys and values.
-FAMILIES = (
-    *("llama", "gemma3", "gpt-oss", "deepseek-v3", "lfm2", "qwen3.5", "mamba2", "llama4", "zamba2", "jamba"),
-    *("kimi-linear", "gemma4-shared"),
-)
+# Dense, a window, MLA, convolutions, recurrent states, states alone, layers that share keys and values.
+FAMILIES = ("llama", "gemma3", "deepseek-v3", "lfm2", "qwen3.5", "mamba2", "gemma4-shared")
+# What is on disk is of the same kinds: sinks, chunks, one attention for several layers, both sorts of layers.
+SLOW = ("gpt-oss", "llama4", "zamba2", "jamba", "kimi-linear")
 KINDS = ["sliding_attention", "full_attention"] * 2
 SHARED = {"layer_types": KINDS, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
 CASES: list[tuple[str, dict[str, Any]]] = [(family, {}) for family in FAMILIES]
 CASES += [("gemma3", {"kv_cache": "INT8"}), ("qwen3.5", {"kv_cache": "FP8", "dtype": "bfloat16"})]
 CASES += [("llama", {"tp_size": 2}), ("qwen3.5", {"tp_size": 2})]
+SLOW_CASES = [pytest.param(family, {}, marks=pytest.mark.slow) for family in SLOW]
+
+
+def name_of(one: Any) -> str:
+    return one if isinstance(one, str) else "".join(one)
 
 
 def model_of(family: str) -> PreTrainedModel:
     return make_model("gemma4-moe", **SHARED) if family == "gemma4-shared" else make_model(family)
 
 
-@pytest.mark.parametrize(("family", "build"), CASES, ids=lambda one: one if isinstance(one, str) else "".join(one))
+@pytest.mark.parametrize(("family", "build"), [*CASES, *SLOW_CASES], ids=name_of)
 def test_a_restored_conversation_goes_on_as_in_memory(
     family: str, build: dict[str, Any], make_engine_dir: MakeEngineDir, tmp_path: Path
 ) -> None:
@@ -99,7 +102,7 @@ def test_a_restored_conversation_goes_on_as_in_memory(
 @pytest.mark.parametrize(
     ("family", "build"),
     [("llama", {"measure_costs": True}), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
-    ids=lambda one: one if isinstance(one, str) else "".join(one),
+    ids=name_of,
 )
 def test_a_restored_prompt_has_the_bits_of_a_computed_one(
     family: str, build: dict[str, Any], make_engine_dir: MakeEngineDir, tmp_path: Path

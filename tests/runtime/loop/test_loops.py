@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sentences import Said
+from strength import draws
 from tiny import VOCAB_SIZE, hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 
@@ -56,7 +57,7 @@ def outputs(finished: dict[int, Sequence]) -> dict[int, list[int]]:
     return {i: finished[i].output_tokens for i in sorted(finished)}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(25, 12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=9),
     max_tokens=st.integers(92, 300),

@@ -10,16 +10,17 @@ import clocks
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from strength import draws
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
 from runtime.core.batch import Row
-from runtime.core.pieces import PieceSizes
 from runtime.core.request import Request, Sequence
 from runtime.drafters.draft_target import SelfDraft
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop.pieces import PieceSizes
 from runtime.loop.scheduler import Scheduler
 
 MAX_BATCH_SIZE = 4
@@ -126,7 +127,7 @@ def test_turns_compute_nothing_twice(reuse: bool, open_engine: Any, monkeypatch:
         return forward(engine, rows, **how)
 
     monkeypatch.setattr(Engine, "_forward", count_tokens)
-    monkeypatch.setattr("runtime.core.turns._PATIENCE", 3)
+    monkeypatch.setattr("runtime.loop.turns._PATIENCE", 3)
     loop = Loop(open_engine(block_reuse=reuse))
     sequences = [loop.add(client, num_new=20, prompt=i) for i, client in enumerate("abcdefaaaaaa")]
     loop.finish()
@@ -163,7 +164,7 @@ def test_two_clients_get_equally_many_tokens(open_engine: Any) -> None:
 
 
 def test_more_clients_than_places_all_get_on(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.core.turns._PATIENCE", 8)
+    monkeypatch.setattr("runtime.loop.turns._PATIENCE", 8)
     loop = Loop(open_engine())
     sequences = [loop.add(client, num_new=60) for client in range(9)]
     for _ in range(12):
@@ -214,14 +215,14 @@ def test_better_priority_makes_room_in_a_client_only(open_engine: Any, llama: Pr
     assert_are_the_models([*ours, other, urgent], llama)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(20, 10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), max_tokens=st.integers(92, 300), reuse=st.booleans(), patience=st.integers(1, 20))
 def test_whatever_comes_and_goes_outputs_are_the_models(
     data: st.DataObject, max_tokens: int, reuse: bool, patience: int, open_engine: Any, llama: PreTrainedModel
 ) -> None:
     """Clients, priorities, lengths, drops, and a cache that is too small: nobody waits for ever, no block is lost."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.core.turns._PATIENCE", patience)
+        patch.setattr("runtime.loop.turns._PATIENCE", patience)
         loop = Loop(open_engine(max_tokens=max_tokens, block_reuse=reuse))
         kept: list[Sequence] = []
         for _ in range(data.draw(st.integers(1, 14))):
@@ -246,13 +247,13 @@ def test_whatever_comes_and_goes_outputs_are_the_models(
 
 def test_turns_of_a_model_with_states_and_with_drafts(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """States stay with a sequence that made room, or are computed again."""
-    monkeypatch.setattr("runtime.core.turns._PATIENCE", 3)
-    model, cache = make_model("lfm2"), KVCacheConfig(max_tokens=220)
+    monkeypatch.setattr("runtime.loop.turns._PATIENCE", 3)
+    model, cache = make_model("lfm2"), KVCacheConfig(max_tokens=160)
     engine = make_engine(model, cache, compiler="none", self_draft=SelfDraftConfig("int8"))
     loop = Loop(engine, drafter=SelfDraft(engine, use_logits=False))
     sequences = []
     for i, client in enumerate("aaaabcdefaab"):
-        sequences.append(loop.add(client, num_prompt=20 + i, num_new=40, prompt=i % 5, priority=i % 3))
+        sequences.append(loop.add(client, num_prompt=20 + i, num_new=24, prompt=i % 5, priority=i % 3))
         loop.step()
     loop.finish()
     assert loop.scheduler.num_turns > 3
@@ -262,7 +263,7 @@ def test_turns_of_a_model_with_states_and_with_drafts(make_engine: Any, monkeypa
 
 
 def test_counters_of_clients_that_left_are_bounded(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.core.turns._MAX_REMEMBERED", 20)
+    monkeypatch.setattr("runtime.loop.turns._MAX_REMEMBERED", 20)
     loop = Loop(open_engine())
     for i in range(5):
         loop.add("stays", num_new=100, prompt=i)

@@ -55,8 +55,8 @@ def limit_of(name: str) -> int:
     return PROMPT_LEN + NUM_NEW_TOKENS + 20 if "longrope" in json.dumps(PUBLISHED[name].config) else LIMIT
 
 
-# Those of other forms are in `test_families.py` and `test_registry.py`.
-GREEDY = ("Qwen3-Next-80B-A3B-Thinking", "dbrx-instruct", "Step-3.5-Flash")
+# Those of other forms are in `test_families.py`, `test_registry.py`, and Qwen3-Next's in `test_split_families.py`.
+GREEDY = ("dbrx-instruct", "Step-3.5-Flash")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in GREEDY else pytest.mark.slow) for name in RUN])

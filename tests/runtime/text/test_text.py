@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from runtime.measure.text_steps import token_texts
-from runtime.text.text import StopWords, TextStream, decode, output_text
+from runtime.text.text import StopWords, TextStream, decode, output_text, word_tokens
 
 TOKENIZERS = pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
 
@@ -123,6 +123,12 @@ def test_prompt_and_output_read_as_decoded_together(
     pieces = [stream.next_piece(output[:cut], finished=False) for cut in sorted({c for c in cuts if c < len(output)})]
     assert "".join([*pieces, stream.next_piece(output, finished=True)]) == text
     assert "".join(token_texts(tokenizer, output, str(text), prompt)) == text
+
+
+@pytest.mark.parametrize("word", [" ", "  ", "\n"])
+def test_white_space_is_a_word(word: str) -> None:
+    """Llama 2's tokenizers show no space at the start of a text, and it is a stop word elsewhere."""
+    assert word_tokens(byte_fallback(), "stop", word)
 
 
 def test_space_in_front_of_an_output_is_kept() -> None:

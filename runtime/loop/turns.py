@@ -153,10 +153,11 @@ class Turns:
         return sorted(sequences, key=place)
 
     def candidates(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """The first waiting sequence of each client, those of clients without a running one before the others'.
+        """Each client's first waiting sequence, in the order in which they should start: clients without a running
+        sequence first, then those that have used the fewest tokens.
 
-        Tokens that running sequences are about to get count too: of eight places that are free at once, a client that
-        is 100 tokens behind does not get all.
+        Tokens that running sequences are about to get count as used: of eight places that are free at once, a client
+        that is 100 tokens behind does not get all.
         """
         foreseen = self._foreseen(running)
 

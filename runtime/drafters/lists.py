@@ -1,0 +1,165 @@
+"""TensorRT-LLM's flags of orchestrator mode (V1), `--ngram-config [10,2,[0]]`: parsed into the settings that leader
+mode's flags (V2) set one by one, and written from them.
+
+Nothing else knows lists: after `parse` a drafter has its settings, whichever mode's flags gave them.
+"""
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from runtime.util.errors import UsageError
+
+Devices = tuple[int, ...] | None
+"""Device numbers, such as `(0, 1)`, one for each rank of an engine; None: the first devices."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Settings that a list or text gives: `[10,2,[0]]` gives a max_draft_len of 10, a max_matching_ngram_size of 2 and
+    the target's device 0. `text` is the value as it was written.
+    """
+
+    text: str
+    values: Mapping[str, Any]
+    devices: Devices = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a list; `field` None: the entry holds the target's devices."""
+
+    name: str
+    field: str | None = None
+    kind: Literal["count", "devices", "bool"] = "devices"
+
+    @property
+    def is_required(self) -> bool:
+        return self.kind == "count"
+
+    @property
+    def default(self) -> bool | None:
+        return False if self.kind == "bool" else None
+
+    def parse(self, value: Any, flag: str, form: str) -> Any:
+        """The field's value; UsageError says what is wrong with it."""
+        match self.kind:
+            case "count":
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    raise UsageError(
+                        f"{self.name} in `{flag}` must be a whole number of at least 1: {value!r}",
+                        hint=f"its form is {form}",
+                    )
+            case "bool":
+                if not isinstance(value, bool):
+                    raise UsageError(
+                        f"{self.name} in `{flag}` must be True or False: {value!r}", hint=f"its form is {form}"
+                    )
+            case "devices":
+                return None if value is None else self._device_ids(value, flag)
+        return value
+
+    def _device_ids(self, value: Any, flag: str) -> tuple[int, ...]:
+        hint = "[0] is the first device"
+        if not isinstance(value, list | tuple) or not value:
+            raise UsageError(f"{self.name} in `{flag}` must name a device: {value!r}", hint=hint)
+        if not all(isinstance(device, int) and not isinstance(device, bool) and device >= 0 for device in value):
+            raise UsageError(f"{self.name} in `{flag}` must hold device numbers: {value!r}", hint=hint)
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class ListForm:
+    """TensorRT-LLM's way to choose a drafter (V1): a list such as `[10,2,[0]]`, with or without brackets.
+
+    Entries left out at the end have their defaults.
+    """
+
+    entries: tuple[Entry, ...]
+    examples: tuple[str, ...]
+    metavar: ClassVar[str] = "LIST"
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the settings in the list."""
+        return tuple(entry.field for entry in self.entries if entry.field is not None)
+
+    @property
+    def least(self) -> int:
+        """Number of entries that cannot be left out."""
+        return sum(entry.is_required for entry in self.entries)
+
+    @property
+    def names(self) -> str:
+        return f"[{', '.join(entry.name for entry in self.entries)}]"
+
+    def __str__(self) -> str:
+        return f"{self.names}, such as {' or '.join(self.examples)}"
+
+    @property
+    def example(self) -> str:
+        return self.examples[0]
+
+    @property
+    def help(self) -> str:
+        return f"{self.names}, such as {self.example}."
+
+    def parse(self, text: str, flag: str) -> Parsed:
+        """Parse `[10,2,[0]]`, or `10,2` without brackets and devices; UsageError says which entry is wrong."""
+        try:
+            values = ast.literal_eval(text.strip())
+            values = [values] if isinstance(values, int) else values
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {self}") from None
+        most = len(self.entries)
+        if not isinstance(values, list | tuple) or not self.least <= len(values) <= most:
+            raise UsageError(
+                f"`{flag}` does not have {self.least} to {most} entries: {text}", hint=f"its form is {self}"
+            )
+        given = [*values, *(entry.default for entry in self.entries[len(values) :])]
+        parsed = [entry.parse(value, flag, str(self)) for entry, value in zip(self.entries, given, strict=True)]
+        fields = {entry.field: value for entry, value in zip(self.entries, parsed, strict=True) if entry.field}
+        devices = next(value for entry, value in zip(self.entries, parsed, strict=True) if entry.field is None)
+        return Parsed(text, fields, devices)
+
+    def write(self, drafter: object, target_devices: tuple[int, ...]) -> str:
+        """The list that chooses the drafter. Devices at the end are left out where they are the default ones."""
+        values = [getattr(drafter, entry.field) if entry.field else target_devices for entry in self.entries]
+        if self.entries[-1].field is None and values[-1] == tuple(range(len(values[-1]))):
+            values.pop()
+        return f"[{','.join(_written(value) for value in values)}]"
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "[0]"
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """A text in two parts with a colon between them, such as `module:factory`."""
+
+    fields: tuple[str, str]
+    example: str
+    metavar: ClassVar[str] = "NAME:NAME"
+
+    def __str__(self) -> str:
+        return ":".join(self.fields)
+
+    @property
+    def help(self) -> str:
+        return f"{self}; the current directory is searched too."
+
+    def parse(self, text: str, flag: str) -> Parsed:
+        """Parse `module:factory`; UsageError for a text that lacks one of the two parts."""
+        first, colon, second = text.partition(":")
+        if not (first and colon and second):
+            raise UsageError(
+                f"`{flag}` is not of the form {self}: {text}", hint=f"`{flag} {self.example}` is an example"
+            )
+        return Parsed(text, dict(zip(self.fields, (first, second), strict=True)))
+
+    def write(self, drafter: object, target_devices: tuple[int, ...]) -> str:
+        return ":".join(str(getattr(drafter, field)) for field in self.fields)
