@@ -54,6 +54,10 @@ class Regressed:
     """The first answers that change, with their places in `answers`."""
     texts: list[tuple[str, str]] = field(default_factory=list)
     """New and old texts, for ROUGE."""
+    num_of_other_models: int = 0
+    """Answers that were compared although another model with the same tokenizer gave them."""
+    other_model: str = ""
+    """Digest of the first such model's architecture."""
 
     def add(self, one: Compared, *, has_kl: bool, is_whole: bool) -> None:
         self.num_answers += 1
@@ -75,12 +79,8 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
         made = stack.enter_context(engines_made(choice, output))
         llm = stack.enter_context(open_engine(made))
         old = None if options.against is None else stack.enter_context(LLM(read_bundle(options.against)))
-        if old is not None and old.bundle.config.vocab_size != llm.bundle.config.vocab_size:
-            raise SpecDecError(
-                f"the engines have vocabularies of different sizes: {old.bundle.config.vocab_size} and "
-                f"{llm.bundle.config.vocab_size}",
-                hint="compare two engines of one model",
-            )
+        if old is not None:
+            _check_pair(old, llm, output)
         comparison = Comparison(llm.engine, None if old is None else old.engine, until_change=options.until_change)
         found, seconds = Regressed(), [0.0, 0.0]
         compared = comparison.compare(_asked(llm, options.traces))
@@ -91,6 +91,9 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
                     _timed(seconds, 1, partial(generate_new, llm.engine, diverged))
                 for one in some:
                     found.add(one, has_kl=old is not None, is_whole=not options.until_change)
+                    if (other := _other_model(one, llm)) is not None:
+                        found.num_of_other_models += 1
+                        found.other_model = found.other_model or other
                     if options.new_answers and one.problem is None and llm.tokenizer is not None:
                         texts = one.new_output or list(one.output), list(one.output)
                         found.texts.append((_text(llm, one, texts[0]), _text(llm, one, texts[1])))
@@ -98,6 +101,10 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
         if found.num_foreign == found.num_answers:
             first = found.answers[0].problem if found.answers else options.traces
             raise SpecDecError(f"the file has no answers: {first}", hint="give another file")
+        if num := found.num_of_other_models:
+            of = "answer is another model's" if num == 1 else "answers are other models'"
+            first = f"architecture {in_words(found.other_model)}, here {llm.fingerprint.architecture}"
+            output.warning(f"{num:,} {of}, with the same tokenizer: {first}")
         document = _document(llm, old, options, comparison, found, seconds)
         _show(document, llm, output)
         if options.report is not None:
@@ -106,6 +113,28 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
     output.document(document.as_json())
     if not document.passed:
         raise typer.Exit(1)
+
+
+def _check_pair(old: LLM, llm: LLM, output: Output) -> None:
+    """SpecDecError for engines whose ids are other texts; a warning for engines of two models."""
+    hint = "compare two engines of one model"
+    sizes = [one.bundle.config.vocab_size for one in (old, llm)]
+    if sizes[0] != sizes[1]:
+        raise SpecDecError(f"the engines have vocabularies of different sizes: {sizes[0]} and {sizes[1]}", hint=hint)
+    theirs, ours = old.fingerprint, llm.fingerprint
+    if None not in (theirs.tokenizer, ours.tokenizer) and theirs.tokenizer != ours.tokenizer:
+        raise SpecDecError(f"the engines have two tokenizers: {theirs.tokenizer} and {ours.tokenizer}", hint=hint)
+    if theirs.architecture != ours.architecture:
+        architectures = f"architecture {theirs.architecture}, here {ours.architecture}"
+        output.warning(f"the old engine is another model's: {architectures}")
+
+
+def _other_model(one: Compared, llm: LLM) -> str | None:
+    """Digest of the architecture of another model that gave a compared answer; None where it is this one's."""
+    if one.problem is not None or one.old.receipt is None:
+        return None
+    theirs = one.old.receipt.fingerprint.architecture
+    return None if theirs == llm.fingerprint.architecture else theirs
 
 
 def _timed(seconds: list[float], place: int, work: Callable[[], T]) -> T:

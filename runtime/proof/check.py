@@ -125,8 +125,7 @@ class Checker:
         assert receipt.prompt_ids is not None and receipt.output_ids is not None
         output, vocab_size = receipt.output_ids, self.engine.config.vocab_size
         request = self.request(receipt)
-        check_vocabulary(request, vocab_size)
-        foreign = next((i for i in (*output, *receipt.end_ids) if i >= vocab_size), None)
+        foreign = next((i for i in output if i >= vocab_size), None)
         if foreign is not None:
             raise _Refused(f"{read.where} has a token id outside the vocabulary of {vocab_size}: {foreign}")
         end, end_reason = _end_of(request, output)
@@ -151,7 +150,7 @@ class Checker:
             if not all(receipt.stop_words):
                 raise SpecDecError("a stop word has no letters: ''")
             stop_check = StopWords(receipt.stop_words, self._tokenizer, receipt.sampling.min_tokens)
-        return Request(
+        request = Request(
             0,
             receipt.prompt_ids or (),
             receipt.max_new_tokens,
@@ -163,6 +162,10 @@ class Checker:
             thinking=self._thinking(receipt),
             label=receipt.name,
         )
+        check_vocabulary(request, vocab_size := self.engine.config.vocab_size)
+        if (foreign := max(receipt.end_ids, default=0)) >= vocab_size:
+            raise SpecDecError(f"end_ids has a token id outside the vocabulary of {vocab_size}: {foreign}")
+        return request
 
     def _thinking(self, receipt: Receipt) -> Thinking | None:
         if receipt.thinking is None or (form := named_reasoning_format(receipt.thinking)) is None:

@@ -7,13 +7,14 @@ two digests differ.
 
 import hashlib
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from runtime import specdec_version
-from runtime.checkpoint.config import EngineConfig, parse
+from runtime.checkpoint.config import EngineConfig, LayerShape, parse
 from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.core.batch import generation_row
 from runtime.core.request import Request, Sequence
@@ -37,7 +38,7 @@ def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
         if quantization is None
         else (quantization.quant_algo, quantization.activations, quantization.kv_cache_quant_algo)
     )
-    shapes = (config.pretrained_config.get("model_type"), config.vocab_size, config.layers, config.states)
+    shapes = (config.pretrained_config.get("model_type"), config.vocab_size, layers_of_all_ranks(config), config.states)
     return Fingerprint(
         logits=engine.turns.take_with_room(lambda: digest_of_logits(engine)),
         weights=config.weights_digest[:_DIGEST_LEN],
@@ -53,12 +54,33 @@ def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
         torch=torch.__version__,
         specdec_version=specdec_version(),
         batch_invariant=config.batch_invariant,
+        num_tokens=_num_tokens(engine),
+    )
+
+
+def layers_of_all_ranks(config: EngineConfig) -> tuple[LayerShape, ...]:
+    """The layers of the whole model, whose heads of keys and values a split engine shares out to its ranks.
+
+    Two heads on four ranks are one head on each, twice.
+    """
+    tp_size, num_heads = config.mapping.tp_size, config.pretrained_config.get("num_key_value_heads")
+    if tp_size == 1:
+        return config.layers
+    of_one = min(tp_size, num_heads) if isinstance(num_heads, int) else tp_size
+    return tuple(
+        replace(layer, num_kv_heads=layer.num_kv_heads * (of_one if layer.num_kv_heads == 1 else tp_size))
+        for layer in config.layers
     )
 
 
 def _processor(config: EngineConfig) -> str:
-    kernels = "" if config.arithmetic is None else f", {config.arithmetic} kernels"
-    return config.environment.capability + kernels
+    if config.arithmetic is None:
+        return config.environment.capability
+    return f"{config.environment.capability}, {config.arithmetic} kernels for {torch.ops.specdec.instruction_set()}"
+
+
+def _num_tokens(engine: Engine) -> int:
+    return min(NUM_TOKENS, engine.config.build_config.max_request_len - 1)
 
 
 def fixed_tokens(vocab_size: int, num_tokens: int) -> list[int]:
@@ -75,8 +97,7 @@ def digest_of_logits(engine: Engine) -> str | None:
 
     None: other generations hold the room, and go on first.
     """
-    build = engine.config.build_config
-    tokens = fixed_tokens(engine.config.vocab_size, min(NUM_TOKENS, build.max_request_len - 1))
+    tokens = fixed_tokens(engine.config.vocab_size, _num_tokens(engine))
     # The last token alone is the request's prompt for the loop: nothing of it is found in the cache, nor looked up.
     sequence = Sequence.start(Request(0, tuple(tokens), 1))
     with engine.without_disk():

@@ -43,6 +43,8 @@ class Fingerprint:
     specdec_version: str | None
     batch_invariant: bool
     """True if a token's logits are the same bits whatever else is in its step: only then is a check exact."""
+    num_tokens: Size = 48
+    """Fixed tokens: fewer than 48 for an engine whose requests have fewer."""
 
     @property
     def name(self) -> str:
@@ -60,6 +62,7 @@ _OF_MACHINE = {
     "torch": "torch",
     "specdec_version": "specdec",
     "batch_invariant": "batch_invariant",
+    "num_tokens": "fixed tokens",
 }
 
 

@@ -15,6 +15,7 @@ from tiny import hf_greedy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from runtime.engine.engine import Engine
+from specdec_cli import LLM, KVCacheConfig, SamplingParams
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'cat' %}{{ raise_exception('what role?') }}{% endif %}"
@@ -95,6 +96,13 @@ def test_a_conversation_is_continued_with_its_keys_and_values(
     assert whole.partition("\n")[2].startswith(shown)
     (path,) = (tmp_path / "kv" / "chats").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600 and (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    *messages, last = json.loads(path.read_text())["messages"]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, stop_token_ids=[299], receipt=True)
+    with LLM(engine_dir, kv_cache=KVCacheConfig(disk_dir=tmp_path / "kv")) as llm:
+        (output,) = llm.chat(messages, params)[0].outputs
+        assert output.text == last["content"] and llm.engine.prompt_tokens.num_on_disk > 0
+    with LLM(engine_dir) as llm:  # which finds nothing
+        assert [one.verdict for one in llm.check_receipts([output.receipt or {}], "tokens")] == ["exact"]
     listed = specdec("cache", "list", "--kv-cache-dir", tmp_path / "kv", "--json").document["kv"]
     assert listed["num_bytes"] > 0 and listed["max_bytes"] == 10**8 and len(listed["engines"]) == 1
     assert specdec("cache", "prune", "--kv-cache-dir", tmp_path / "kv", "--max-size", 0).exit_code == 0

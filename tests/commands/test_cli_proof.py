@@ -1,14 +1,17 @@
 """`check`, `regress`, `fingerprint` and `predict`, and the receipts that commands and Python write for them."""
 
 import json
+import os
+import platform
 import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import pytest
+import torch
 from command_line import NGRAM, PROMPTS, Specdec, assert_valid, each
 from rich.console import Console
 from sentences import Said
@@ -17,12 +20,23 @@ from tiny import make_model, repetitive_prompt
 
 from commands.batch.dispatch import check_same_bits
 from commands.schema.schemas import schema_of
-from runtime.checkpoint.config import QuantConfig, SelfDraft, parse
+from runtime.checkpoint.config import Mapping, QuantConfig, SelfDraft, parse
+from runtime.core.params import GrammarKind
+from runtime.drafters.spec import DrafterSpec
+from runtime.drafters.specs import GrammarDrafter
+from runtime.kernels import library
+from runtime.proof.fingerprint import layers_of_all_ranks
 from runtime.proof.records import Fingerprint, ids_digest
 from runtime.text.trace_lines import line_digest
 from specdec_cli import LLM, KVCacheConfig, NgramDrafter, SamplingParams, SelfDrafter, SpecDecError, SuffixDrafter
 
 SAMPLED = ["--temperature", 1.2, "--random-seed", 5]
+FORMS = {
+    "json_schema": {"type": "boolean"},
+    "regex": "[a-d ]{4,30}",
+    "grammar": 'start: "dog" | "ball" /[a-z]+/',
+    "choice": ["the dog", "the ball"],
+}
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
 
 
@@ -84,7 +98,12 @@ def test_a_changed_receipt_is_named_with_its_token(specdec: Specdec, llama_engin
 
 
 def test_changed_and_damaged_lines_are_told_as_sentences(
-    specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    specdec: Specdec,
+    llama_engine_dir: Path,
+    make_engine_dir: MakeEngineDir,
+    tmp_path: Path,
+    said: Said,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of `check`'s table, and warnings of `regress`, which compares none of these lines."""
     wide = partial(Console, width=1000, highlight=False, markup=False)
@@ -128,6 +147,20 @@ def test_changed_and_damaged_lines_are_told_as_sentences(
     result = specdec("regress", "--traces", path, *where)
     shown = " ".join(result.stderr.split())
     assert result.exit_code == 1 and f"line 2 of {path} is of another tokenizer: other, here" in shown
+    path.write_text(good + sealed(other))
+    result = specdec("regress", "--traces", path, *where)
+    assert result.exit_code == 0 and "0 of 2 answers change" in result.stdout
+    assert f"1 answer is another model's, with the same tokenizer: architecture other, here {ours}" in result.stderr
+    foreign = [{"end_ids": [10**9]}, {"sampling": row["sampling"] | {"allowed_token_ids": [10**9]}}]
+    path.write_text(good + "".join(sealed(row | one) for one in foreign))
+    for result in (specdec("regress", "--traces", path, *where), specdec("check", path, *where)):
+        shown = " ".join((result.stderr + result.stdout).split())
+        assert "0 of 1 answers change" in shown or "2 not checked, 1 exact" in shown
+        assert shown.count("has a token id outside the vocabulary of") == 2
+    path.write_text(good + sealed(other))
+    smaller = make_engine_dir(make_model("llama", vocab_size=row["fingerprint"]["vocab_size"], num_hidden_layers=1))
+    result = specdec("regress", "--traces", path, *where, "--against", smaller)
+    assert result.exit_code == 0 and "the old engine is another model's: architecture" in result.stderr
     path.write_bytes(bytes(range(256)) * 50)
     result = specdec("regress", "--traces", path, *where)
     assert result.exit_code == 1
@@ -166,25 +199,52 @@ def test_batches_and_python_write_receipts_too(specdec: Specdec, self_draft_engi
     assert document["total"]["verdicts"] == {"exact": 6 + 6 + 16, "likely": 4}
 
 
-@pytest.mark.parametrize("kind", ["states", "split"])
-def test_states_and_splits_give_exact_receipts(
-    kind: str, make_engine_dir: MakeEngineDir, split_engine_dir: Path
+@pytest.mark.parametrize("kind", ["states", "split", "8 bits", "forms"])
+def test_restored_caches_states_splits_and_forms_give_exact_receipts(
+    kind: str, make_engine_dir: MakeEngineDir, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Answers of a small cache that is found again, drafted or not; checked in pieces of 7 tokens."""
-    engine_dir = split_engine_dir
-    if kind == "states":
-        engine_dir = make_engine_dir(make_model("lfm2"), self_draft=SelfDraft("int8"))
-    drafters = [None, NgramDrafter(4, 2), *([SelfDrafter(3)] if kind == "states" else [])]
+    """Each engine finds on disk what the engine before it computed of the prompts, and has room for little of it. The
+    answers, drafted or not, are checked in pieces of 7 tokens by an engine that finds nothing.
+    """
+    forms: list[dict[str, Any]] = [{}]
+    drafters: list[DrafterSpec | None] = [None, NgramDrafter(4, 2)]
     prompts = [repetitive_prompt(seed, length) for seed, length in ((0, 70), (1, 34), (0, 80))]
-    params = [SamplingParams(temperature=one, seed=2, n=2, max_tokens=20, receipt=True) for one in (0.0, 1.2, 0.7)]
-    receipts = []
-    with LLM(engine_dir, kv_cache=KVCacheConfig(max_tokens=200)) as llm:
-        for drafter in drafters:
-            results = llm.generate(prompts, params, drafter=drafter)
+    match kind:
+        case "states":
+            engine_dir, drafters[0] = make_engine_dir(make_model("lfm2"), self_draft=SelfDraft("int8")), SelfDrafter(3)
+        case "split":
+            engine_dir = request.getfixturevalue("split_engine_dir")
+        case "8 bits":
+            engine_dir = make_engine_dir(make_model("gemma3"), kv_cache="INT8")
+        case _:
+            engine_dir, drafters[0] = request.getfixturevalue("llama_engine_dir"), GrammarDrafter(4)
+            assert FORMS.keys() == set(get_args(GrammarKind))
+            forms = [{name: form} for name, form in FORMS.items()]
+    params = [
+        SamplingParams(temperature=one, seed=2, n=2, frequency_penalty=one / 4, max_tokens=20, receipt=True, **form)
+        for form in forms
+        for one in (0.0, 1.2)
+    ]
+    asked = [(prompt, one) for prompt in prompts for one in params]
+    receipts, counts = [], []
+    for drafter in drafters:
+        with LLM(engine_dir, kv_cache=KVCacheConfig(max_tokens=200, disk_dir=tmp_path)) as llm:
+            results = llm.generate(*map(list, zip(*asked, strict=True)), drafter=drafter)
             receipts += [output.receipt or {} for result in results for output in result.outputs]
+            counts.append(llm.engine.prompt_tokens)
+    assert counts[1].num_on_disk > 0
     with LLM(engine_dir, max_num_tokens=7) as llm:
         findings = llm.check_receipts(receipts, "tokens")
-    assert [one.verdict for one in findings] == ["exact"] * 6 * len(drafters)
+    assert [one.verdict for one in findings] == ["exact"] * 2 * 2 * len(asked)
+    if kind == "split":  # it adds in another order than a whole one, which is as another machine
+        with LLM(make_engine_dir(make_model("llama"))) as llm:
+            found = llm.check_receipts(receipts)
+            assert {(one.relation, one.rule, one.passed) for one in found} == {("other_machine", "rounding", True)}
+            config = llm.engine.config
+        for size in (1, 2, 4):
+            heads = [replace(one, num_kv_heads=max(one.num_kv_heads // size, 1)) for one in config.layers]
+            split = replace(config, layers=tuple(heads), mapping=Mapping(size, size))
+            assert layers_of_all_ranks(split) == config.layers
 
 
 @pytest.fixture
@@ -244,10 +304,26 @@ def test_regress_is_what_generating_again_says(
 def test_fingerprints_are_of_the_bits(
     specdec: Specdec, llama_engine_dir: Path, self_draft_engine_dir: Path, int4_engine_dir: Path, tmp_path: Path
 ) -> None:
-    """The same of two builds of one model; another of other weights, which is said."""
+    """The same of two builds of one model, and of 1 and 2 threads; another of other weights, or of kernels for other
+    instructions, which is said.
+    """
     path = tmp_path / "fingerprint.json"
     document = specdec("fingerprint", llama_engine_dir, "--json").document
     assert_valid("fingerprint", document)
+    torch.set_num_threads(2)
+    try:
+        assert specdec("fingerprint", llama_engine_dir, "--quiet").stdout.strip() == document["name"]
+    finally:
+        torch.set_num_threads(1)
+    processor, _, kernels = document["fingerprint"]["processor"].rpartition(" for ")
+    flags, sets = set(library._processor_flags()), library.INSTRUCTION_SETS[platform.machine()]
+    best = next(one.name for one in sets if one.needed <= flags)
+    assert kernels == best or "SPECDEC_TEST_MARCH" in os.environ
+    lesser = document["fingerprint"] | {"logits": "0" * 16, "processor": f"{processor} for lesser"}
+    path.write_text(json.dumps(lesser))
+    result = specdec("fingerprint", llama_engine_dir, "--expect", path)
+    named = f"other bits: processor {processor} for lesser, here {processor} for {kernels}; bits fp_0000"
+    assert result.exit_code == 1 and named in result.stdout
     path.write_text(json.dumps(document))
     same = specdec("fingerprint", "--engine-dir", self_draft_engine_dir, "--expect", path)
     assert same.exit_code == 0 and same.stdout.splitlines()[0] == document["name"] and "the same bits" in same.stdout

@@ -36,7 +36,7 @@ from runtime.loop import orchestrator, scheduler
 from runtime.proof.check import Checker
 from runtime.proof.fingerprint import fingerprint_of
 from runtime.proof.receipts import Read, read_receipts, read_row, receipt_of
-from runtime.proof.records import Finding, Receipt
+from runtime.proof.records import Finding, Receipt, differences, relation_of
 from runtime.util import thread_turns
 from runtime.util.errors import RequestError
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, has_ended
@@ -337,3 +337,7 @@ def test_another_engine_is_told() -> None:
     other = replace(checker.fingerprint, weights="other")
     others = [Read("", replace(one.receipt, fingerprint=other)) for one in reads if one.receipt is not None]
     assert {(one.relation, one.rule) for one in checker.check(others)} == {("other_engine", "likelihood")}
+    short = engine_of(model)  # no request of it has 48 tokens
+    short.config = replace(short.config, build_config=replace(short.config.build_config, max_seq_len=34))
+    theirs, ours = fingerprint_of(short, None), fingerprint_of(engine_of(model), None)
+    assert relation_of(theirs, ours) == "other_machine" and "fixed tokens 29, here 48" in differences(theirs, ours)

@@ -334,17 +334,23 @@ IN_A_MODE = pytest.mark.parametrize(
 
 @pytest.mark.one_in(2)
 @IN_A_MODE
-def test_receipts_are_exact(made: Made, mode: Mode) -> None:
-    """The answers have `n`, penalties and end ids, in batches, in a small cache where prompts are found again."""
+def test_receipts_are_exact(made: Made, mode: Mode, tmp_path: Path) -> None:
+    """The answers have `n`, penalties and end ids, in batches, in a small cache where prompts are found again; the
+    second engine finds them on disk.
+    """
     long_prompt = tuple(repetitive_prompt(3, 40, vocab_size=20))
     requests: list[Request] = []
     for prompt, sampling in ((long_prompt, PENALISED), (long_prompt[:19], SAMPLED)):
         template = Request(0, prompt, 12, frozenset([3]), sampling=sampling)
         requests += [template.with_prompt(FIRST_ID + len(requests) + i, prompt, i) for i in range(2)]
-    with opened(made, mode, **SMALL) as (llm, session, _):
-        sequences = [*session.run(requests).sequences, *session.run(requests[::-1]).sequences]
-        reads = [Read(str(i), receipt_of(one, llm.fingerprint)) for i, one in enumerate(sequences)]
-        assert any(one.stats.num_reused_tokens for one in sequences)
+    sequences: list[RequestSequence] = []
+    cache = KVCacheConfig(max_tokens=124, disk_dir=tmp_path)
+    for asked in (requests, requests[::-1]):
+        with opened(made, mode, **SMALL | {"kv_cache": cache}) as (llm, session, _):
+            sequences += session.run(asked).sequences
+            reads = [Read(str(i), receipt_of(one, llm.fingerprint)) for i, one in enumerate(sequences)]
+            num_on_disk = llm.engine.prompt_tokens.num_on_disk
+    assert num_on_disk > 0 and any(one.stats.num_reused_tokens for one in sequences)
     with LLM(made.engine_dir) as alone:
         findings = list(alone.checker("tokens").check(reads))
     assert [one.verdict for one in findings] == ["exact"] * 8, [one for one in findings if not one.passed]
