@@ -77,9 +77,11 @@ while True:
 if len(streams) == 2:
     streams = [os.open(os.devnull, os.O_RDONLY), *streams]
 # The fork's files, and what tells of the end of who waits, where no number is wanted; then each to its own.
-*streams, asker = [fcntl.fcntl(one, fcntl.F_DUPFD, 512) for one in (*streams, connection)]
-os.closerange(3, 512)
-for stream, number in zip(streams, [0, 1, 2, *question.get("files", [])], strict=True):
+numbers = [0, 1, 2, *question.get("files", [])]
+free = max(512, *numbers) + 1
+*streams, asker = [fcntl.fcntl(one, fcntl.F_DUPFD, free) for one in (*streams, connection)]
+os.closerange(3, free)
+for stream, number in zip(streams, numbers, strict=True):
     os.dup2(stream, number)
     os.close(stream)
 
@@ -145,7 +147,7 @@ def is_open(number):
 
 {program}
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the fork too
-files = list(filter(is_open, range(3, 256)))
+files = [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and is_open(number)]
 question = {{"program": program, "arguments": sys.argv, "environment": dict(os.environ), "directory": os.getcwd()}}
 socket.send_fds(connection, [json.dumps(question | {{"files": files}}).encode()], [0, 1, 2, *files])
 code = int(connection.recv(100))

@@ -4,6 +4,8 @@
 has time go on with the engine's work; `wait_until` waits for another thread or process, and every wait has an end.
 """
 
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -111,3 +113,15 @@ def seconds_left() -> float:
 
 def test_every_test_has_an_end_and_its_fixtures_too(seconds_left: float) -> None:
     assert seconds_left > 0 and signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
+def test_a_process_has_its_files_whatever_their_numbers(ranks_begin_as_forks: None) -> None:
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(600)]
+    try:
+        process = multiprocessing.get_context("spawn").Process(target=print)
+        process.start()
+        process.join()
+    finally:
+        for number in others:
+            os.close(number)
+    assert process.exitcode == 0
