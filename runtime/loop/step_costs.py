@@ -81,8 +81,10 @@ def measure_steps(
     beside those that are `known`.
 
     In passes through all of them, so that a busy moment of the machine does not fall on one; pieces of prompts take
-    most of the time and vary least, and are in one pass. After `max_s` seconds it ends, and what is expected to take
-    longer than the rest of them is passed over, but for the first. What most depends on is measured first.
+    most of the time and vary least, and are in one pass. A step is timed behind another one like it, as steps of a
+    generation are: the 21 MB of a small model's weights are in the processor's caches then. After `max_s` seconds it
+    ends, and what is expected to take longer than the rest of them is passed over, but for the first. What most depends
+    on is measured first.
     """
     build = engine.config.build_config
     have = {(cost.batch_size, cost.context_len, cost.num_tokens) for cost in known}
@@ -100,7 +102,7 @@ def measure_steps(
         for group in groups:
             costs = (*known, *_costs(seconds))
             passed_s = time.perf_counter() - start
-            if costs and passed_s + _expected_s(costs, group, is_first=i == 0) > max_s:
+            if costs and passed_s + 2 * _expected_s(costs, group) > max_s:
                 continue
             if i > 0 and _is_piece(build, group[-1]):
                 continue
@@ -108,8 +110,8 @@ def measure_steps(
             engine.occupy_cache(range(num_occupied, num_blocks))
             num_occupied = max(num_occupied, num_blocks)
             for cell in group:
-                if i == 0 and not _is_piece(build, cell):
-                    time_cell(engine, *cell, by_copy=by_copy)  # warms up
+                if not _is_piece(build, cell):
+                    time_cell(engine, *cell, by_copy=by_copy)
                 seconds.setdefault(cell, []).append(time_cell(engine, *cell, by_copy=by_copy))
     measured = _costs(seconds)
     return (*(cost for cost in known if (cost.batch_size, cost.context_len, cost.num_tokens) not in seconds), *measured)
@@ -119,14 +121,14 @@ def _costs(seconds: dict[Cell, list[float]]) -> tuple[StepCost, ...]:
     return tuple(StepCost(*cell, median(times)) for cell, times in seconds.items())
 
 
-def _expected_s(costs: tuple[StepCost, ...], group: list[Cell], *, is_first: bool) -> float:
+def _expected_s(costs: tuple[StepCost, ...], group: list[Cell]) -> float:
     model = CostModel(costs, 0.0)
 
     def step_s(batch_size: int, context_len: int, num_tokens: int) -> float:
         as_one_row = model.step_s(1, context_len, batch_size * num_tokens)
         return max(model.step_s(batch_size, context_len, num_tokens), as_one_row)
 
-    return sum(step_s(*cell) for cell in group) * (2 if is_first else 1)
+    return sum(step_s(*cell) for cell in group)
 
 
 def time_cell(engine: Engine, batch_size: int, context_len: int, num_tokens: int, *, by_copy: bool = False) -> float:
