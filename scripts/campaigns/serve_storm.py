@@ -180,7 +180,9 @@ def _health_watched(port: int, outcome: Outcome) -> Iterator[None]:
         yield
     finally:
         is_over.set()
-        for status, seconds in answers.get():
+        while answers.empty() and watcher.is_alive():
+            time.sleep(0.02)
+        for status, seconds in answers.get(timeout=1) if not watcher.exitcode else []:
             outcome.health_s.append(seconds)
             if status != 200:
                 outcome.failures.append(f"/health: {status}")
