@@ -18,7 +18,7 @@ from typing import Any
 
 from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
 from commands.options.parameters import NOT_IN_FILES, PREFIX, commands_in, commands_of, variables_of
-from commands.options.spellings import is_of_one_command, normalize_name
+from commands.options.spellings import is_of_one_command, normalize_name, spellings_of
 from commands.output.output import warn
 from runtime.drafters.specs import DRAFTERS
 from runtime.util.errors import UsageError
@@ -142,6 +142,9 @@ def begin(context: Any) -> None:
     context.default_map = Defaults(context)
     for param in context.command.params:
         param.envvar_list_splitter = "\n"  # a text for a repeatable flag may have spaces
+        if own := variables_of(param):
+            others = map(_variable_of, spellings_of(param.name.replace("_", "-"), context.info_name))
+            param.envvar = list(dict.fromkeys([*own, *others]))
 
 
 def origin_of(context: Any, name: str) -> Held | None:

@@ -74,6 +74,12 @@ def normalize_name(name: str, command: str = "") -> str:
     return _OF_COMMAND.get(command, {"output-len": "max-output-len"}).get(name, name)
 
 
+def spellings_of(name: str, command: str) -> list[str]:
+    """Other names of a command's flag: `max-model-len`, `ctx-size` and so on for `max-seq-len`."""
+    others = [other for other in {**_ALIASES, **_OF_COMMAND.get(command, {})} if not is_of_one_command(other)]
+    return [other for other in others if other != name and normalize_name(other, command) == name]
+
+
 def is_of_one_command(name: str) -> bool:
     """True for a flag that one command has, and whose name is another spelling of something else elsewhere."""
     return any(name in names for names in _NOT_RENAMED.values())

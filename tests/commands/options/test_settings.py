@@ -150,10 +150,25 @@ def sample_of(flag: Any) -> str:
 
 
 @pytest.mark.parametrize(
+    ("variable", "command", "flag"),
+    [
+        ("SPECDEC_MAX_MODEL_LEN", "run", "--max-seq-len"),
+        ("SPECDEC_QFORMAT", "run", "--quantization"),
+        ("SPECDEC_QUANTIZATION", "convert", "--qformat"),
+        ("SPECDEC_SEED", "batch", "--random-seed"),
+    ],
+)
+def test_a_variable_may_have_any_spelling_of_the_flag(
+    variable: str, command: str, flag: str, place: Path, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value := "int4" if "QUANT" in variable or "QFORMAT" in variable else "64")
+    assert shown(specdec, command)[flag] == (value, f"the variable {variable}")
+
+
+@pytest.mark.parametrize(
     ("variables", "values"),
     [
         ({"SPECDEC_MAX_SEQ_LEM": "64"}, ("SPECDEC_MAX_SEQ_LEM", "SPECDEC_MAX_SEQ_LEN")),
-        ({"SPECDEC_MAX_MODEL_LEN": "64"}, ("SPECDEC_MAX_MODEL_LEN", "SPECDEC_MAX_SEQ_LEN")),
         ({"SPECDEC_CACHE_DIRR": "x"}, ("SPECDEC_CACHE_DIRR", "SPECDEC_CACHE_DIR")),
         ({"SPECDEC_MAX_OUTPUT_LEN": "many"}, ("`--max-output-len`", "many", "the variable SPECDEC_MAX_OUTPUT_LEN")),
         ({"SPECDEC_SERVICE_HOST": "10.0.0.1", "SPECDEC_PORT_80_TCP": "tcp://10.0.0.1:80"}, ("engine_outputs",)),
