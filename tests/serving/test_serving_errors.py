@@ -1,5 +1,6 @@
 """Clients' mistakes are told in OpenAI's form, by a status of their own; nothing of them is a 500."""
 
+import asyncio
 import json
 import shutil
 import time
@@ -16,7 +17,7 @@ from sentences import Said
 from serving_models import PROMPT, WAITS, MakeServed, Served
 from waiting import wait_until
 
-from commands.serve.http.bodies import Document
+from commands.serve.http.bodies import Document, EventStream
 from commands.serve.http.errors import HTTPError, of_validation
 from commands.serve.protocol.conversations import ended_after
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, MessagesRequest, refused_field, validate_body
@@ -181,7 +182,20 @@ def test_other_protocols_name_their_own_fields(served: Served) -> None:
     assert refused.status_code == 400 and "prompt is too long" in refused.json()["error"]["message"]
 
 
-def test_a_stream_that_no_token_can_go_on_names_what_left_none(served: Served, said: Said) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_stream_that_no_token_can_go_on_names_what_left_none(
+    is_late: bool, served: Served, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late stream begins when the answer is over, as on a busy machine."""
+    begin = EventStream.__call__
+
+    async def begin_late(stream: EventStream, *asked: Any) -> None:
+        while not stream._group.is_over:
+            await asyncio.sleep(0.002)
+        await begin(stream, *asked)
+
+    if is_late:
+        monkeypatch.setattr(EventStream, "__call__", begin_late)
     response = served.post(COMPLETIONS, prompt=PROMPT, guided_regex="[a-z]+", allowed_token_ids=[0], stream=True)
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     (error,) = (event["error"] for event in events if "error" in event)

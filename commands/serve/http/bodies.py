@@ -248,6 +248,7 @@ class EventStream(Response):
             await self._send_events(send, self._new_events())
             self._group.raise_error()
         await self._send_events(send, self._new_events())
+        self._group.raise_error()  # of answers that were over before their stream began
         await self._send_events(send, map(self._event, self._chunks.last()))
 
     async def _send_events(self, send: Send, events: Iterator[bytes]) -> None:
