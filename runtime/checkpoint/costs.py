@@ -150,14 +150,19 @@ def with_kept_costs(config: EngineConfig, engine_dir: Path) -> EngineConfig:
     """The configuration with costs measured since the engine was built. A damaged file is ignored and measured
     again.
     """
+    costs = kept_costs(engine_dir)
+    return config if costs is None else dataclasses.replace(config, **vars(costs))
+
+
+def kept_costs(engine_dir: Path) -> MeasuredCosts | None:
+    """The costs beside an engine's directory, measured when somebody asked for them; None where there are none."""
     data = read_sealed(_file(engine_dir))
     if data is None:
-        return config
+        return None
     try:
-        costs = parse(MeasuredCosts, json.loads(data), str(_file(engine_dir)))
+        return parse(MeasuredCosts, json.loads(data), str(_file(engine_dir)))
     except (ValueError, SpecDecError):  # of another version
-        return config
-    return dataclasses.replace(config, **vars(costs))
+        return None
 
 
 def _file(engine_dir: Path) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 
 from runtime.checkpoint.checksums import CONFIG
 from runtime.checkpoint.config import MachineSpeed, parse
-from runtime.checkpoint.costs import CostModel, MeasuredCosts
+from runtime.checkpoint.costs import CostModel, MeasuredCosts, kept_costs
 from runtime.util.errors import SpecDecError
 from runtime.util.reading import parse_json, read_utf8
 
@@ -25,11 +25,13 @@ def read_costs(path: Path) -> Elsewhere:
     """The costs in a JSON file with `step_costs` and `host_s`, or in an engine's directory; SpecDecError for none."""
     file = path / CONFIG if path.is_dir() else path
     data = parse_json(read_utf8(file), file)
-    if not isinstance(data, dict) or not data.get("step_costs"):
+    kept = kept_costs(file.parent.absolute()) if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not (data.get("step_costs") or kept):
         raise SpecDecError(
-            f"the file has no step costs: {file}", hint="give the config.json of an engine that was built there"
+            f"the file has no step costs: {file}",
+            hint="give the config.json of an engine that was built there, or that has drafted there",
         )
     found: dict[str, Any] = {name: data[name] for name in _FIELDS if name in data}
-    costs = parse(MeasuredCosts, found, str(file))
+    costs = kept or parse(MeasuredCosts, found, str(file))
     machine = None if data.get("machine") is None else parse(MachineSpeed, data["machine"], str(file))
     return Elsewhere(CostModel(costs.step_costs, costs.host_s), machine)

@@ -15,10 +15,12 @@ from waiting import HANG_S
 from runtime.builder.build import build_engine
 from runtime.checkpoint.bundle import read_engine_config
 from runtime.checkpoint.config import StepCost
-from runtime.checkpoint.costs import CostModel
+from runtime.checkpoint.costs import CostModel, MeasuredCosts, keep_costs
 from runtime.core.batch import Row
 from runtime.engine.engine import Engine
 from runtime.loop.step_costs import cache_for_measuring, measure_steps, time_cell
+from runtime.measure.tuning.elsewhere import read_costs
+from runtime.util.errors import SpecDecError
 
 TABLE = [
     StepCost(batch_size, context_len, num_tokens, 1e-3 * (batch_size * (2 + num_tokens) + context_len / 100))
@@ -26,6 +28,17 @@ TABLE = [
     for context_len in (64, 512, 2048)
     for num_tokens in (1, 2, 3, 5, 11)
 ]
+
+
+def test_another_machine_may_have_measured_them_later(tmp_path: Path) -> None:
+    """Then they lie beside the engine that `run` made there."""
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "config.json").write_text('{"step_costs": []}')
+    with pytest.raises(SpecDecError, match="no step costs"):
+        read_costs(tmp_path / "demo")
+    keep_costs(tmp_path / "demo", MeasuredCosts(tuple(TABLE), 1e-3))
+    for given_path in (tmp_path / "demo", tmp_path / "demo" / "config.json"):
+        assert read_costs(given_path).model.iteration_s(2, 64, 4) == CostModel(TABLE, 1e-3).iteration_s(2, 64, 4)
 
 
 @given(st.integers(1, 6), st.integers(64, 5000), st.integers(1, 40))
