@@ -41,7 +41,7 @@ OTHERS = {
     "tokenizer_backend": "lm-evaluation-harness's", "add_bos_token": "lm-evaluation-harness's",
     "python3": "a command", "torchrun": "torch's command",
     "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "a variable of the environment, which Claude Code reads",
-    "assistant_model": "transformers' `generate`",
+    "assistant_model": "transformers' `generate`", "MKL_CBWR": "a variable of the environment, which MKL reads",
     "_keep_in_fp32_modules": "transformers'", "_keep_in_fp32_modules_strict": "transformers'",
     "num_preemptions_total": "a metric", "num_turns_total": "a metric",
     "modules_to_not_convert": "transformers' quantization_config",

@@ -267,6 +267,8 @@ def _show(document: RegressDocument, llm: LLM, output: Output) -> None:
     output.result(
         f"{total.num_diverged:,} of {done:,} answers change ({percent(total.diverged)}), in {total.wall_s:.2f} s"
     )
+    if document.max_diverged is not None and total.diverged is not None and total.diverged > document.max_diverged:
+        output.result(f"more than `--max-diverged` allows: {percent(document.max_diverged)}")
     kl = "" if total.mean_kl is None else f", KL {total.mean_kl:.3g}"
     if document.positions:
         output.result(f"of {total.num_tokens:,} tokens the new engine chooses {percent(total.agreement)}{kl}")
