@@ -9,7 +9,7 @@ asks for the values (`Defaults` is a context's `default_map`), and converts and 
 import difflib
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -128,7 +128,16 @@ class Defaults(dict[str, Any]):
 
                 found = read_settings(path, self.context.command, commands_of(self.context))
                 self._held |= {name: Held(one.value, Origin(one.place, level)) for name, one in found.items()}
+            self._held |= dict(self._in_other_spellings())
         return self._held
+
+    def _in_other_spellings(self) -> Iterator[tuple[str, Held]]:
+        """Values of variables that are named by another spelling of a flag: SPECDEC_MAX_MODEL_LEN, SPECDEC_SEED."""
+        for param in self.context.command.params:
+            for variable in _other_variables(param, self.context.info_name):
+                if text := os.environ.get(variable):
+                    value = text.split(param.envvar_list_splitter) if param.multiple else text
+                    yield param.name, Held(value, Origin(f"the variable {variable}", _IN_VARIABLE))
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a flag; None where the files have none."""
@@ -142,9 +151,6 @@ def begin(context: Any) -> None:
     context.default_map = Defaults(context)
     for param in context.command.params:
         param.envvar_list_splitter = "\n"  # a text for a repeatable flag may have spaces
-        if own := variables_of(param):
-            others = map(_variable_of, spellings_of(param.name.replace("_", "-"), context.info_name))
-            param.envvar = list(dict.fromkeys([*own, *others]))
 
 
 def origin_of(context: Any, name: str) -> Held | None:
@@ -246,6 +252,12 @@ def _flag_of(variable: str) -> str:
     return name if is_of_one_command(name) else normalize_name(name)
 
 
+def _other_variables(param: Any, command: str) -> list[str]:
+    if param.param_type_name != "option" or not param.allow_from_autoenv:
+        return []
+    return [_variable_of(other) for other in spellings_of(param.name.replace("_", "-"), command)]
+
+
 def _variable_of(flag: str) -> str:
     return f"{PREFIX}_{flag.replace('-', '_').upper()}"
 
@@ -258,7 +270,12 @@ def _is_of_others(name: str) -> bool:
 def _tell(given: frozenset[str], group: Any) -> None:
     if not given:
         return
-    known = {name for _, command in commands_in(group) for param in command.params for name in variables_of(param)}
+    known = {
+        variable
+        for name, command in commands_in(group)
+        for param in command.params
+        for variable in (*variables_of(param), *_other_variables(param, name))
+    }
     known |= VARIABLES.keys()
     for name in sorted(given - known):
         right = _variable_of(_flag_of(name))
