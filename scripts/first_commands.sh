@@ -6,4 +6,4 @@ cd "$(mktemp -d)"
 specdec convert demo
 specdec build --max-draft-len 10
 specdec run --ngram-config "[10,2,[0]]"
-specdec summarize --check-accuracy --max-ite 4
+specdec summarize --check-accuracy
