@@ -85,6 +85,7 @@ def write_answers(store: BlockStore, vocabulary: str, answers: Seq[tuple[str | N
         return
     most = min(_MOST_BYTES_OF_ANSWERS, store.max_bytes // _SHARE)
     with store.writing(sum(len(answer.tokens) + _ROW_BYTES for _, answer in answers)) as database:
+        _make_tables(database)
         for salt, answer in answers:
             owner, marks = _owner(vocabulary, salt), answer.marks
             parts = [marks.prompt, marks.tail, marks.pieces, marks.way, answer.tokens]
@@ -98,6 +99,7 @@ def write_output(store: BlockStore, owner: Owner, scopes: Seq[Scope], tokens: Se
     written, data = json.dumps([(scope.kind, scope.digest) for scope in scopes]), as_bytes(tokens)
     num_bytes, most = len(written) + len(data), store.max_bytes // _SHARE
     with store.writing(num_bytes) as database:
+        _make_tables(database)
         row = owner.id, written, data, num_bytes, _checksum(str(owner.path), [written.encode(), data])
         _insert(database, "outputs(owner, scopes, tokens, num_bytes, checksum)", row)
         _keep_last_rows(database, "outputs", "num_bytes", most)
@@ -123,10 +125,13 @@ def read_outputs(store: BlockStore, owner: Owner) -> list[tuple[list[Scope], lis
     return found[::-1]
 
 
-def _insert(database: sqlite3.Connection, columns: str, row: Seq[object]) -> None:
-    """Insert a row in the place of the one with the same key; `columns` as in `outputs(owner, scopes)`."""
+def _make_tables(database: sqlite3.Connection) -> None:
     for statement in _TABLES.split(";"):
         database.execute(statement)
+
+
+def _insert(database: sqlite3.Connection, columns: str, row: Seq[object]) -> None:
+    """Insert a row in the place of the row with the same key; `columns` as in `outputs(owner, scopes)`."""
     database.execute(f"INSERT OR REPLACE INTO {columns} VALUES({', '.join('?' * len(row))})", row)
 
 
