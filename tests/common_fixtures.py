@@ -66,7 +66,7 @@ def steps_measured_in_one_pass() -> Iterator[int]:
 def no_waits_for_the_disk() -> Iterator[None]:
     """Write files without `fsync`: other processes see them whole, and no test cuts the power."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", os.fstat)  # which fails for what is no file, too
+        patch.setattr(os, "fsync", os.fstat)  # `fstat` too fails for a number that is no open file
         yield
 
 

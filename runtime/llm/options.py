@@ -67,7 +67,7 @@ _INSTEAD = {
     "enable_chunked_prefill": "`max_num_tokens`: prompts are always computed in parts",
     "enable_prefix_caching": "`kv_cache=KVCacheConfig(block_reuse={value})`; True is the default",
     "enforce_eager": '`compiler="none"`',
-    "gpu_memory_utilization": "`kv_cache=KVCacheConfig(free_gpu_memory_fraction={value})`, a share of what is free",
+    "gpu_memory_utilization": "`kv_cache=KVCacheConfig(free_gpu_memory_fraction={value})`, a share of the free memory",
     "load_format": "nothing: the files of a model say what they are",
     "max_num_batched_tokens": "`max_num_tokens={value}`",
     "num_gpu_blocks_override": "`kv_cache=KVCacheConfig(max_tokens=N)`, which counts tokens",

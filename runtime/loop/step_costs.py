@@ -80,11 +80,11 @@ def measure_steps(
     """The time of steps of 1 to max_draft_len + 1 tokens, for several batch sizes and contexts, and of prompts' pieces,
     beside those that are `known`.
 
-    In passes through all of them, so that a busy moment of the machine does not fall on one; pieces of prompts take
-    most of the time and vary least, and are in one pass. A step is timed behind another one like it, as steps of a
-    generation are: the 21 MB of a small model's weights are in the processor's caches then. After `max_s` seconds it
-    ends, and what is expected to take longer than the rest of them is passed over, but for the first. What most depends
-    on is measured first.
+    Steps are timed in up to 5 passes through all sizes, so that a busy moment of the machine does not fall on a single
+    size; pieces of prompts take most of the time and vary least, and are in the first pass alone. A step is timed
+    behind an equal step, as in a generation: the 21 MB of a small model's weights are in the processor's caches then.
+    Measuring ends after `max_s` seconds; sizes that are expected to take longer than the seconds left are passed over,
+    except the first size. The sizes that most estimates use are measured first.
     """
     build = engine.config.build_config
     have = {(cost.batch_size, cost.context_len, cost.num_tokens) for cost in known}

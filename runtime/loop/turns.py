@@ -153,8 +153,8 @@ class Turns:
         return sorted(sequences, key=place)
 
     def candidates(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Each client's first waiting sequence, in the order in which they should start: clients without a running
-        sequence first, then those that have used the fewest tokens.
+        """Each client's first waiting sequence, in the order in which they should start: first sequences of clients
+        that have none running, then sequences of the clients that have used the fewest tokens.
 
         Tokens that running sequences are about to get count as used: of eight places that are free at once, a client
         that is 100 tokens behind does not get all.

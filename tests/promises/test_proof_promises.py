@@ -337,7 +337,7 @@ def test_another_engine_is_told() -> None:
     other = replace(checker.fingerprint, weights="other")
     others = [Read("", replace(one.receipt, fingerprint=other)) for one in reads if one.receipt is not None]
     assert {(one.relation, one.rule) for one in checker.check(others)} == {("other_engine", "likelihood")}
-    short = engine_of(model)  # no request of it has 48 tokens
+    short = engine_of(model)  # its requests have at most 34 tokens, of which 29 are fixed
     short.config = replace(short.config, build_config=replace(short.config.build_config, max_seq_len=34))
     theirs, ours = fingerprint_of(short, None), fingerprint_of(engine_of(model), None)
     assert relation_of(theirs, ours) == "other_machine" and "fixed tokens 29, here 48" in differences(theirs, ours)

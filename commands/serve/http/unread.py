@@ -12,8 +12,8 @@ _MOST_BYTES, _MOST_S = 64 << 20, 2.0
 
 
 class ReadsBodies:
-    """An application whose answers begin when the client has sent its body, be it read or not; or not much of it is
-    left to wait for.
+    """An application that answers once the client has sent the whole body, which is read and dropped if the inner
+    application did not read it. It waits for at most 64 MB and 2 seconds of a body.
     """
 
     def __init__(self, app: Any) -> None:

@@ -85,11 +85,11 @@ class LiveRun:
         ]
 
     def try_once(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
-        """Each by itself and once, which tells what to time in turn."""
+        """Run each candidate once, one after the other, which tells which candidates to time in turn."""
         return [self.try_in_turn([candidate], advance)[0] for candidate in candidates]
 
     def try_in_turn(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
-        """All of them once, batch by batch in turn, so that what else the machine does slows all alike."""
+        """Run each candidate once, batch by batch in turn: other work of the machine slows all candidates alike."""
         for candidate in candidates:
             self._round([candidate], 1, _WARM_UP_TOKENS)
         found = self._round(candidates, self.num_batches, None)
