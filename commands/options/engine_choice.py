@@ -337,7 +337,9 @@ class EngineOptions:
         return replace(self, model=None, engine_dir=engine_dir, leader=leader)
 
     def named_before(self, prompts: list[str] | None) -> "tuple[EngineOptions, list[str]]":
-        """`named`, where prompts follow, and the prompts: the first word is one of them if it is no model."""
+        """`named`, where prompts follow, and the prompts: the first word is a prompt if it is no model. UsageError for a
+        second model in the place of the prompt.
+        """
         word, others = self.model, prompts or []
         if word is None:
             return self.named(), others
@@ -346,6 +348,11 @@ class EngineOptions:
         has_flag = not all(map(is_setting, names))
         is_answered = bool(names) or Path(USUAL_ENGINE).exists()
         if is_surely_model(word) or (not has_flag and may_be_model(word, is_answered=is_answered)):
+            if len(others) == 1 and is_surely_model(others[0]):
+                raise UsageError(
+                    f"two models are given: `{word}` and `{others[0]}`",
+                    hint=f"`--draft-model-dir {others[0]}` drafts by it; `--input-text` gives such a word as a prompt",
+                )
             return self.named(), others
         return replace(self, model=None).named(), [word, *others]
 

@@ -78,6 +78,14 @@ def test_a_single_word_is_a_prompt_where_an_engine_or_a_flag_is_there_to_answer_
     assert found(["owner/name"])[0] == "owner/name"
 
 
+@pytest.mark.parametrize("words", [["demo", "demo-draft"], ["model", "blob"], ["engine", "model"]])
+def test_two_words_are_no_two_models(words: list[str], here: Path) -> None:
+    with pytest.raises(UsageError) as raised:
+        found(words)
+    assert all(f"`{word}`" in raised.value.message for word in words)
+    assert found([*words, "a b"])[2] == [words[1], "a b"]
+
+
 @pytest.mark.parametrize("word", ["demo", "model", "engine", "blob"])
 @pytest.mark.parametrize("flag", ["model_dir", "engine_dir"])
 def test_two_models_are_wrong_usage(word: str, flag: str, here: Path) -> None:
