@@ -337,8 +337,9 @@ class EngineOptions:
         return replace(self, model=None, engine_dir=engine_dir, leader=leader)
 
     def named_before(self, prompts: list[str] | None) -> "tuple[EngineOptions, list[str]]":
-        """`named`, where prompts follow, and the prompts: the first word is a prompt if it is no model. UsageError for a
-        second model in the place of the prompt.
+        """`named`, where prompts follow, and the prompts: the first word is a prompt if it is no model.
+
+        UsageError for a second model in the place of the prompt.
         """
         word, others = self.model, prompts or []
         if word is None:
