@@ -5,6 +5,7 @@ cd "$(dirname "$0")/.."
 
 [ -n "${CI_INSTALLED:-}" ] || scripts/install.sh '[dev,docs]' # one installation for all that CI runs
 .venv/bin/ruff check .
+.venv/bin/ruff check --preview --select PLW1514 specdec_cli commands runtime # no file in the encoding of the locale
 .venv/bin/ruff format --check .
 .venv/bin/mypy & # while the tests are collected
 types=$!

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
 MOST_FILES = 5
@@ -58,56 +59,35 @@ class Echo:
     def forget(self, request_id: int) -> None:
         """Nothing is kept."""
 '''
-# What a user would do with it, in a process that imports the copy.
+# What a user sees of it, in a process that imports the copy. What it computes is the same as for a drafter of another
+# package, which `tests/runtime/drafters/test_plugins.py` has answer prompts.
 USE = """
 import contextlib, io, json, sys
-from pathlib import Path
 from specdec_cli.app import main
 
 def specdec(*arguments):
-    sys.argv, out = ["specdec", *map(str, arguments)], io.StringIO()
-    with contextlib.redirect_stdout(out):
+    sys.argv, out, errors, code = ["specdec", *arguments], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         try:
             main()
         except SystemExit as error:
-            assert not error.code, (arguments, error.code)
-    return json.loads(out.getvalue()) if "--json" in arguments else out.getvalue()
+            code = error.code or 0
+    return code, out.getvalue() + errors.getvalue()
 
-engine, traces, home = map(Path, sys.argv[1:4])
-found = {}
-run = ["run", "--engine-dir", engine, "--input-text", "The dog the dog", "--max-output-len", 12, "--json"]
-plain = specdec(*run)["requests"][0]["output_ids"]
-for name, flags in {
-    "V1": ["--echo-config", "[3,[0]]", "--echo-loudness", 2],
-    "V2": ["--spec-decode-algo", "ECHO", "--echo-volume", 2, "--draft-len-mode", "fixed"],
-}.items():
-    document = specdec(*run, *flags, "--report", home / "report.html")
-    assert document["requests"][0]["output_ids"] == plain, name
-    found[name] = document["settings"]["echo_config"], document["total"]["num_draft_tokens"]
-    found["drafters"] = document["settings"]["drafters"]
-found["report"] = "echo of the last token" in (home / "report.html").read_text()
-shown = specdec("serve", "--help-all")
-found["help"] = "--echo-loudness" in shown and "--echo-volume" in shown
-found["summarize"] = specdec(
-    *["summarize", "--test-engine", "--engine-dir", engine, "--dataset", home / "samples.jsonl", "--max-ite", 1],
-    *["--output-len", 4, "--echo-config", 2, "--json"],
-)["settings"]["drafters"]
-tuned = specdec("tune", "--traces", traces, "--json")
-found["tune"] = [one["flags"] for one in tuned["candidates"] if one["drafter"] and one["drafter"]["name"] == "echo"]
-
-from runtime.builder.profile import drafter_record
-from specdec_cli import LLM, EchoDrafter, SamplingParams
+run = ["run", "--engine-dir", "nowhere", "--input-text", "The dog"]
+found = {
+    "V1": specdec(*run, "--echo-config", "[3,[0]]", "--echo-loudness", "2"),
+    "V2": specdec(*run, "--spec-decode-algo", "ECHO", "--echo-volume", "2"),
+    "refused": specdec(*run, "--echo-config", "3", "--echo-loudness", "0"),
+    "help": specdec("serve", "--help-all"),
+    "summarize": specdec("summarize", "--help-all"),
+    "schema": specdec("schema", "run"),
+}
 from commands.serve.protocol.schema import Speculative
-from runtime.drafters.speculation import Speculation
+from specdec_cli import EchoDrafter
 
 found["serve"] = "echo_config" in Speculative.model_fields
-found["profile"] = drafter_record(Speculation.of(EchoDrafter(2)))
-with LLM(engine) as llm:
-    prompt = "The dog the dog"
-    greedy = SamplingParams(temperature=0.0, max_tokens=12)
-    (output,) = llm.generate(prompt, greedy, drafter=EchoDrafter(), draft_len_mode="fixed")  # or steps' prices decide
-    assert output.token_ids == plain
-    found["python"] = output.stats.num_draft_tokens
+found["python"] = [EchoDrafter(2).label, type(EchoDrafter().lookup(None)).__name__]
 print(json.dumps(found))
 """
 
@@ -130,8 +110,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path, llama_engine_dir: Path, tmp_path: Path) -> None:
-    """It is in `run` of both modes, `serve`, `summarize`, `tune`, Python, documents, reports and profiles."""
+def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path) -> None:
+    """It is in `run` of both modes, `serve`, `summarize`, schemas and Python."""
     changed = [
         path
         for path in tree.rglob("*")
@@ -140,18 +120,13 @@ def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path, llama_engine_dir: P
         or path.read_bytes() != (ROOT / path.relative_to(tree)).read_bytes()
     ]
     assert len(changed) + len(("test", "documentation", "changelog")) <= MOST_FILES, changed
-    traces = tmp_path / "traces.jsonl"
-    traces.write_text(json.dumps({"prompt_ids": [5, 6, 7], "output_ids": [7, 7, 7, 7, 8, 8, 9]}) + "\n")
-    (tmp_path / "samples.jsonl").write_text(json.dumps({"text": "The dog", "reference": "The dog"}) + "\n")
-    done = subprocess.run(
-        [sys.executable, "-c", USE, llama_engine_dir, traces, tmp_path], cwd=tree, capture_output=True, encoding="utf-8"
-    )
+    done = subprocess.run([sys.executable, "-c", USE], cwd=tree, capture_output=True, encoding="utf-8", timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    settings = {"max_draft_len": 3, "loudness": 2, "pool": "private", "device_id": 0, "device_ids": [0]}
-    assert found["V1"][0] == settings and found["V2"][0] == settings | {"max_draft_len": 4}
-    assert min(found["V1"][1], found["V2"][1], found["python"]) > 0, "tokens were drafted"
-    assert found["drafters"] == found["summarize"] == ["echo"]
-    assert found["report"] and found["help"] and found["serve"]
-    assert "--echo-config '[10]'" in found["tune"]
-    assert found["profile"] == {"name": "echo", "max_draft_len": 2, "loudness": 1, "pool": "private"}
+    for version in ("V1", "V2"):  # nothing but the engine is wrong
+        assert found[version][0] == 1 and "nowhere" in found[version][1] and "echo" not in found[version][1]
+    assert found["refused"][0] == 2 and "--echo-loudness" in found["refused"][1]
+    for command in ("help", "summarize"):
+        assert "--echo-loudness" in found[command][1] and "--echo-volume" in found[command][1]
+    assert "echo_config" in found["schema"][1] and found["serve"]
+    assert found["python"] == ["echo 1", "Echo"]

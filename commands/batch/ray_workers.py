@@ -305,7 +305,7 @@ def ray_crew(work: WorkerJob, options: ClusterOptions, num_requests: int) -> Ite
 def connected(address: str) -> Iterator[None]:
     """Connect to Ray, quietly. It sends no usage reports and prints nothing among results."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         _connect(address)
         try:
             yield

@@ -298,7 +298,7 @@ class _Memory(NamedTuple):
 def _memory() -> _Memory:
     """Zeros where there is no /proc: time alone is limited there."""
     try:
-        with open("/proc/self/statm") as file:
+        with open("/proc/self/statm", encoding="utf-8") as file:
             pages = [int(number) for number in file.read().split()]
     except OSError:
         return _Memory(0, 0)

@@ -308,7 +308,7 @@ def instructions() -> tuple[str, ...]:
 
 def _processor_flags() -> list[str]:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

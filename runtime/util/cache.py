@@ -375,7 +375,7 @@ def read_kept_digest(path: Path) -> str | None:
     """
     check_private_file(path)
     try:
-        kept, _, check = path.read_text().partition(" ")
+        kept, _, check = path.read_text(encoding="utf-8").partition(" ")
     except (OSError, UnicodeDecodeError):
         return None
     return kept if _SHA256.fullmatch(kept) and check == digest([path.name, kept]) else None

@@ -13,7 +13,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 def groups_above(controller: str, root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[tuple[int, Path]]:
     """The version, 2 or 1, and directory of each group above this process that may limit `controller`."""
     try:
-        lines = membership.read_text().splitlines()
+        lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:

@@ -115,7 +115,7 @@ def _bytes_asked(error: BaseException) -> int:
 def _taken(line: str) -> int:
     """Bytes of memory that this process has; 0 if Linux does not say."""
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:
         return 0
     found = re.search(rf"^{line}:\s+(\d+) kB", status, re.MULTILINE)

@@ -178,7 +178,7 @@ class Processes:
 def _is_stopped(pid: int) -> bool:
     """True if Linux reports the process as stopped; elsewhere False."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
         return False

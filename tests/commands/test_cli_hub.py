@@ -1,66 +1,51 @@
 """`pull`, `list`, `rm` and `run` with models of a hub, which is a stand-in on this machine."""
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import Result, assert_valid, ids_of
+from command_line import Result, Specdec, assert_valid, ids_of
 from hub_stand_in import Hub, running_hub
 from huggingface_hub import constants
+from huggingface_hub.utils import _cache_manager
 from quantized import Q, save_gguf
 from sentences import Said
-from waiting import HANG_S
 
 from commands.options.model_word import may_be_model
 from runtime.checkpoint.hub import download, gguf_models
 from runtime.util.errors import SpecDecError
 
-PROGRAM = """
-import contextlib, io, json, sys
-from huggingface_hub import constants
-from runtime.checkpoint.hub import download
-from specdec_cli.app import main
-
-ends = []
-for line in json.load(sys.stdin):
-    constants.HF_HUB_OFFLINE = line[0] == "offline"
-    download.cache_clear()
-    sys.argv, out, errors, code = ["specdec", *line[constants.HF_HUB_OFFLINE :]], io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-    ends.append((code, out.getvalue(), errors.getvalue()))
-json.dump(ends, sys.stdout)
-"""
 Commands = Callable[..., list[Result]]
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """The hub that the client in this process asks; it keeps its files in `tmp_path / "hf"`."""
     with running_hub() as made:
+        files = f"{made.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", made.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for module in (constants, _cache_manager):
+            monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / "hf"))
+        download.cache_clear()
         yield made
+        download.cache_clear()
 
 
 @pytest.fixture
-def specdec_of_hub(hub: Hub, tmp_path: Path) -> Commands:
-    """`specdec_of_hub(["pull", …], ["offline", "run", …])`: commands with this hub, some without a network.
-
-    All run in one other process: the client reads the address when it is imported.
-    """
+def specdec_of_hub(hub: Hub, specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """`specdec_of_hub(["pull", …], ["offline", "run", …])`: commands with this hub, some without a network."""
 
     def call(*lines: list[object]) -> list[Result]:
-        environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
-        given = json.dumps([list(map(str, line)) for line in lines])
-        command = [sys.executable, "-c", PROGRAM]
-        done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=HANG_S)
-        assert done.returncode == 0, done.stderr
-        return [Result(*end, str(line[0])) for end, line in zip(json.loads(done.stdout), lines, strict=True)]
+        results = []
+        for line in lines:
+            is_offline = line[0] == "offline"
+            monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+            download.cache_clear()
+            results.append(specdec(*line[is_offline:]))
+        return results
 
     return call
 
@@ -121,21 +106,10 @@ def test_a_download_goes_on_where_it_broke_off(hub: Hub, specdec_of_hub: Command
     assert not any("Q6_K_L" in path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path)
 
 
-@pytest.fixture
-def hub_here(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
-    """The hub for the client in this process."""
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    files = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    return hub
-
-
-def test_a_repository_is_its_weights_or_its_only_gguf_model(hub_here: Hub) -> None:
+def test_a_repository_is_its_weights_or_its_only_gguf_model(hub: Hub) -> None:
     """And what is there already is not asked for again, but for its newest revision."""
     plain = {"config.json": b"{}", "model.safetensors": b"12345", "tokenizer.json": b"{}"}
-    hub_here.repos = {
+    hub.repos = {
         "lab/both": {**plain, "both-Q4_0.gguf": b"GGUF"},
         "lab/one": {"sub/one.gguf": b"GGUF", "a.md": b""},
     }
@@ -146,9 +120,9 @@ def test_a_repository_is_its_weights_or_its_only_gguf_model(hub_here: Hub) -> No
     for site in ("hf://", "hf.co/", "https://huggingface.co/"):  # as llama.cpp, Ollama and browsers have it
         assert download(f"{site}lab/one") == download("lab/one") and may_be_model(f"{site}lab/one:x", is_answered=True)
     download.cache_clear()
-    before = len(hub_here.requests)
+    before = len(hub.requests)
     assert download("lab/both") == found
-    assert [path for _, path, _ in hub_here.requests[before:]] == ["/api/models/lab/both/revision/main"]
+    assert [path for _, path, _ in hub.requests[before:]] == ["/api/models/lab/both/revision/main"]
 
 
 @pytest.mark.parametrize(
@@ -168,8 +142,7 @@ def test_a_repository_is_its_weights_or_its_only_gguf_model(hub_here: Hub) -> No
         ("lab/none", ("lab/none", "`hf auth login`")),
     ],
 )
-def test_what_the_hub_does_not_give_is_said(name: str, values: tuple[str, ...], hub_here: Hub, said: Said) -> None:
-    hub = hub_here
+def test_what_the_hub_does_not_give_is_said(name: str, values: tuple[str, ...], hub: Hub, said: Said) -> None:
     hub.repos = {
         "lab/tiny-GGUF": {"tiny-Q4_0.gguf": b"GGUF", "tiny-Q8_0.gguf": b"GGUF"},
         "lab/twice": {"a-Q4_0.gguf": b"GGUF", "b-Q4_0.gguf": b"GGUF"},

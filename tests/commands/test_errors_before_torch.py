@@ -81,8 +81,6 @@ CASES: dict[str, str] = {
     "verify traces.jsonl": "traces.jsonl",
 }
 """Value that the error of each command line quotes."""
-# So much the instrument sees: an error that needs the tokenizer comes after torch.
-LATE = "run --engine-dir engine --input-text a --end-id 300"
 
 Outcome = tuple[int, str, list[str]]
 
@@ -110,7 +108,7 @@ def outcomes(
         shutil.copy(llama_dir / "model.safetensors", directory / "weights.bin")
         done = subprocess.run(
             [sys.executable, "-c", MAIN],
-            input=json.dumps([shlex.split(line) for line in (*CASES, LATE)]),
+            input=json.dumps([shlex.split(line) for line in CASES]),
             env=process_environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
             cwd=directory, capture_output=True, encoding="utf-8", timeout=HANG_S,
         )  # fmt: skip
@@ -118,7 +116,7 @@ def outcomes(
         (directory / "outcomes.json").write_text(done.stdout)
 
     found: list[Outcome] = json.loads((once(shared / "wrong", run_all) / "outcomes.json").read_text())
-    return dict(zip((*CASES, LATE), found, strict=True))
+    return dict(zip(CASES, found, strict=True))
 
 
 @pytest.mark.parametrize("line", CASES)
@@ -127,10 +125,3 @@ def test_error_comes_before_torch_is_imported(line: str, outcomes: dict[str, Out
     assert exit_code in (1, 2)
     said(Result(exit_code, "", message, line.split()[0]), CASES[line])
     assert heavy == []
-
-
-def test_what_needs_the_tokenizer_comes_after_it(outcomes: dict[str, Outcome], said: Said) -> None:
-    exit_code, message, heavy = outcomes[LATE]
-    assert exit_code == 1
-    said(Result(exit_code, "", message, "run"), "300")
-    assert "torch" in heavy

@@ -13,8 +13,19 @@ import uvicorn
 from serving_models import TEMPLATE, TOOL_TEMPLATE, Listening, MakeServed, Served, opened
 from starlette.testclient import TestClient
 
+from commands.serve.http import routes
 from commands.serve.http.server import BoundedProtocol
 from runtime.drafters.specs import AnySpec, NgramDrafter
+
+
+@pytest.fixture(scope="session", autouse=True)
+def openapi_made_once() -> Iterator[None]:
+    """Every server's document is the same, and takes a fifth of a second: a process makes it once."""
+    made: list[dict[str, Any]] = []
+    make = routes.openapi_schema
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes, "openapi_schema", lambda app: made[0] if made else (made.append(make(app)), made[0])[1])
+        yield
 
 
 @pytest.fixture(scope="session")

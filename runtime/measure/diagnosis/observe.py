@@ -390,7 +390,7 @@ def num_numa_nodes(used: set[int], nodes: Path = _NODES) -> int:
 def _cores_of(path: Path) -> set[int]:
     """`0-3,8` is 0, 1, 2, 3 and 8."""
     found: set[int] = set()
-    for part in path.read_text().strip().split(","):
+    for part in path.read_text(encoding="utf-8").strip().split(","):
         first, _, last = part.partition("-")
         if first.isdigit():
             found |= set(range(int(first), int(last or first) + 1))
@@ -400,6 +400,6 @@ def _cores_of(path: Path) -> set[int]:
 def huge_pages(path: Path = _HUGE_PAGES) -> str | None:
     """Linux's use of huge pages: `madvise` where its file says `always [madvise] never`; None without the file."""
     try:
-        return path.read_text().partition("[")[2].partition("]")[0] or None
+        return path.read_text(encoding="utf-8").partition("[")[2].partition("]")[0] or None
     except OSError:
         return None
