@@ -1,5 +1,7 @@
 """Spellings of flags: hyphens or underscores, and the names that other programs have for them, or we had before."""
 
+from functools import cache
+
 # TensorRT-LLM's name, or one of before -> ours, after underscores have become hyphens.
 _ALIASES = {
     "test-trt-llm": "test-engine",
@@ -76,8 +78,17 @@ def normalize_name(name: str, command: str = "") -> str:
 
 def spellings_of(name: str, command: str) -> list[str]:
     """Other names of a command's flag: `max-model-len`, `ctx-size` and so on for `max-seq-len`."""
-    others = [other for other in {**_ALIASES, **_OF_COMMAND.get(command, {})} if not is_of_one_command(other)]
-    return [other for other in others if other != name and normalize_name(other, command) == name]
+    return [other for other in _spellings(command).get(name, ()) if other != name]
+
+
+@cache
+def _spellings(command: str) -> dict[str, list[str]]:
+    """Names of a command's flags -> all names that stand for each."""
+    found: dict[str, list[str]] = {}
+    for other in {**_ALIASES, **_OF_COMMAND.get(command, {})}:
+        if not is_of_one_command(other):
+            found.setdefault(normalize_name(other, command), []).append(other)
+    return found
 
 
 def is_of_one_command(name: str) -> bool:
