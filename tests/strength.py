@@ -1,16 +1,16 @@
-"""Strength of property tests and statistics: 100 examples at most by default, and as many as they ask for, or as many
+"""Strength of property tests and statistics: 60 examples at most by default, and as many as they ask for, or as many
 draws, with `--slow`."""
 
 from hypothesis import HealthCheck, settings
 
-NUM_EXAMPLES = 100
+NUM_EXAMPLES = 60
 
 
 def register_profiles() -> None:
-    """`default`, whose examples are the same each time, and `slow`; who asks for no number takes the same of both."""
+    """`default`, whose examples are the same each time, and `slow`; who asks for no number takes 100 of it."""
     for name in ("default", "slow"):
         settings.register_profile(
-            name, max_examples=NUM_EXAMPLES, deadline=None, derandomize=name == "default",
+            name, max_examples=NUM_EXAMPLES if name == "default" else 100, deadline=None, derandomize=name == "default",
             suppress_health_check=[HealthCheck.too_slow],
         )  # fmt: skip
 

@@ -78,7 +78,6 @@ def test_pieces_join_to_the_text_and_break_no_character(tokens: list[int], stop_
 
 
 @pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
-@settings(deadline=None, max_examples=100)
 @given(text=texts)
 def test_pieces_of_either_kind_of_tokenizer_are_whole_characters(
     make_tokenizer: Callable[[], PreTrainedTokenizerFast], text: str

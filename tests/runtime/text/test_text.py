@@ -44,7 +44,6 @@ def test_output_ends_where_its_text_first_holds_a_stop_word(
 
 
 @TOKENIZERS
-@settings(deadline=None, max_examples=100)
 @given(text=texts, stop_words=words)
 def test_stop_words_end_text_of_either_kind_of_tokenizer(
     make_tokenizer: Callable[[], PreTrainedTokenizerFast], text: str, stop_words: list[str]
