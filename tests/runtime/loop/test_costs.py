@@ -2,11 +2,12 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shared import MakeEngineDir
 from tiny import make_build, make_model
@@ -18,6 +19,7 @@ from runtime.checkpoint.config import StepCost
 from runtime.checkpoint.costs import CostModel, MeasuredCosts, keep_costs
 from runtime.core.batch import Row
 from runtime.engine.engine import Engine
+from runtime.loop import step_costs
 from runtime.loop.step_costs import cache_for_measuring, measure_steps, time_cell
 from runtime.measure.tuning.elsewhere import read_costs
 from runtime.util.errors import SpecDecError
@@ -28,6 +30,12 @@ TABLE = [
     for context_len in (64, 512, 2048)
     for num_tokens in (1, 2, 3, 5, 11)
 ]
+
+
+@pytest.fixture(autouse=True)
+def all_steps_measured(few_steps_measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_BATCH_SIZES", "_CONTEXT_LENS"):
+        monkeypatch.setattr(step_costs, name, few_steps_measured[name])
 
 
 def test_another_machine_may_have_measured_them_later(tmp_path: Path) -> None:
@@ -41,6 +49,7 @@ def test_another_machine_may_have_measured_them_later(tmp_path: Path) -> None:
         assert read_costs(given_path).model.iteration_s(2, 64, 4) == CostModel(TABLE, 1e-3).iteration_s(2, 64, 4)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 6), st.integers(64, 5000), st.integers(1, 40))
 def test_between_and_beyond_it_is_linear(batch_size: int, context_len: int, num_tokens: int) -> None:
     expected = 1e-3 * (batch_size * (2 + num_tokens) + context_len / 100)
