@@ -27,10 +27,11 @@ class Hangs(BaseException):
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + HANG_S
+    until, pause_s = time.monotonic() + HANG_S, 0.001
     while not condition():
         assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.002)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
 
 
 @contextmanager

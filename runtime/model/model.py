@@ -65,7 +65,7 @@ _OF_SIZES = re.compile(r"\bshape|\bsizes?\b|dimension|divi|modulo")
 
 _models: dict[tuple[type[PreTrainedConfig], str], PreTrainedModel] = {}
 _probed: dict[tuple[type[PreTrainedConfig], str], Shapes] = {}
-_MOST_PROBED = 16
+_MOST_PROBED = 256
 
 lock_transformers()
 
