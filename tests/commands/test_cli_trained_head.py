@@ -30,9 +30,9 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four held-out articles to describe."""
+    """Two held-out articles to describe."""
     articles = [json.loads(line) for line in ARTICLES.read_text(encoding="utf-8").splitlines()]
-    chosen = [one for one in articles if one["category"] == "describe"][:4]
+    chosen = [one for one in articles if one["category"] == "describe"][:2]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{one['article']} TL;DR:"}) + "\n" for one in chosen))
     return path
@@ -52,7 +52,7 @@ def test_other_commands_draft_with_it(
 ) -> None:
     asked = ["--max-output-len", NUM_TOKENS]
     files = ["-i", prompts, "-o", tmp_path / "results.jsonl", "--temperature", 0]
-    assert specdec("batch", *DEMO, *HEAD, *files, *asked, "--json").document["num_accepted_tokens"] > 6
+    assert specdec("batch", *DEMO, *HEAD, *files, *asked, "--json").document["num_accepted_tokens"] > 3
     said = json.loads(prompts.read_text().splitlines()[0])["prompt"].replace("\n", " ")
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{said}\n/stats\n"))
     result = specdec("chat", *DEMO, *HEAD, *asked)

@@ -68,22 +68,36 @@ def by_brute_force(
     return tokens[len(request.prompt_tokens) :]
 
 
+Case = tuple[Request, list[int]]
+
+
+@pytest.fixture(scope="module")
+def cases(target: PreTrainedModel) -> dict[bool, list[Case]]:
+    """Requests and outputs by brute force, where the prompt has opened thinking and where not, for each budget."""
+    found: dict[bool, list[Case]] = {True: [], False: []}
+    for opened, made in found.items():
+        for law in ({}, {"top_k": 0, "temperature": 1.5}, {"top_k": 0, "random_seed": 3, "temperature": 3.0}):
+            for budget in (0, 1, 5):
+                config = SamplingConfig(thinking_token_budget=budget, **law)
+                asked = Request(
+                    len(made), PROMPTS[1], NUM_NEW_TOKENS, sampling=config, thinking=thinking(opened=opened)
+                )
+                expected = by_brute_force(target, asked, budget, opened=opened, plain=SamplingConfig(**law))
+                made.append((asked, expected))
+    return found
+
+
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "under grammar"])
 def test_drafts_change_no_output(
-    drafter: str, opened: bool, engine_dirs: dict[str, Path], target: PreTrainedModel
+    drafter: str, opened: bool, engine_dirs: dict[str, Path], cases: dict[bool, list[Case]]
 ) -> None:
-    """Greedy and sampled, for each budget: forced where the rule says so, and free elsewhere."""
-    engine, cases, num_forced = Engine.open(engine_dirs["target"]), [], 0
-    for law in ({}, {"top_k": 0, "temperature": 1.5}, {"top_k": 0, "random_seed": 3, "temperature": 3.0}):
-        for budget in (0, 1, 5):
-            config = SamplingConfig(thinking_token_budget=budget, **law)
-            asked = Request(len(cases), PROMPTS[1], NUM_NEW_TOKENS, sampling=config, thinking=thinking(opened=opened))
-            cases.append((asked, by_brute_force(target, asked, budget, opened=opened, plain=SamplingConfig(**law))))
+    """Forced where the rule says so, and free elsewhere."""
+    engine, num_forced = Engine.open(engine_dirs["target"]), 0
     lookup = UnderGrammar(NgramLookup(2)) if drafter == "under grammar" else make_drafter(drafter, engine_dirs)
-    outputs = texts(finish(engine, [request for request, _ in cases], lookup, 5))
-    assert outputs == [expected for _, expected in cases]
-    for output, (request, _) in zip(outputs, cases, strict=True):
+    outputs = texts(finish(engine, [request for request, _ in cases[opened]], lookup, 5))
+    assert outputs == [expected for _, expected in cases[opened]]
+    for output, (request, _) in zip(outputs, cases[opened], strict=True):
         budget = request.sampling.thinking_token_budget or 0
         forced = [forced_by_brute_force(output[:i], budget, opened=opened) for i in range(len(output))]
         num_forced += sum(one is not None for one in forced)

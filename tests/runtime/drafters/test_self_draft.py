@@ -79,7 +79,7 @@ def num_drafted(sequences: list[Sequence]) -> int:
     return sum(sequence.stats.num_draft_tokens for sequence in sequences)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mixtral", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("mixtral", marks=pytest.mark.slow), "gpt2"])
 def test_families(family: str, make_engine: Any) -> None:
     """Sliding windows, norms of their own, experts in one piece, which stay as they are, transposed weights."""
     model = make_model(family)

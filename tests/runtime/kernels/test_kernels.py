@@ -389,7 +389,7 @@ ATTENTIONS: dict[str, tuple[int, dict[str, Any] | None]] = {
 }
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize("beginnings", [{}, {1: 520, 2: 1040}], ids=["apart", "beginnings in common"])
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("block_size", [32, 24, 256])
@@ -422,7 +422,7 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(
     bits_are_equal()
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("block_size", [32, 24])

@@ -27,7 +27,7 @@ from runtime.util.files import read_json
 from scripts.tools.families import POPULARITY, recorded
 
 STORIES_DIR = Path(__file__).parents[3] / "../shared/data/stories260k"
-NUM_NEW_TOKENS = 40
+NUM_NEW_TOKENS = 28
 
 
 def run(engine: Engine, prompts: list[list[int]], num_new_tokens: int, *, ngram: bool) -> list[Sequence]:
@@ -42,7 +42,7 @@ def check_greedy(engine: Engine, model: PreTrainedModel) -> None:
     """A batch of 3, without drafts and with n-gram drafts [10,2], of which some are accepted and some rejected."""
     vocab_size = model.config.vocab_size
     prompts = [repetitive_prompt(seed, length, vocab_size) for seed, length in ((0, 21), (1, 34), (2, 5))]
-    assert all(len(prompt) + NUM_NEW_TOKENS > 5 * SLIDING_WINDOW for prompt in prompts)
+    assert all(len(prompt) + NUM_NEW_TOKENS > 4 * SLIDING_WINDOW for prompt in prompts)
     expected = [hf_greedy(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
     assert len({tuple(ids) for ids in expected}) == 3
     plain, speculative = (run(engine, prompts, NUM_NEW_TOKENS, ngram=ngram) for ngram in (False, True))
