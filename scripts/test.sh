@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 .venv/bin/ruff check .
 .venv/bin/ruff check --preview --select PLW1514 specdec_cli commands runtime # no file in the encoding of the locale
 .venv/bin/ruff format --check .
-.venv/bin/mypy & # while the tests are collected
+nice -n 5 .venv/bin/mypy & # where the kernels, the collection and the tests leave a core idle
 types=$!
 unset PYTHONDONTWRITEBYTECODE # or every process that the tests start would compile the sources again
 # In a new environment each worker would compile all that the tests import, which takes three times as long as importing it.

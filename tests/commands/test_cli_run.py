@@ -83,11 +83,9 @@ def test_engine_without_tokenizer_takes_and_prints_ids(
     assert 'Input [Text 0]: "3 token ids"' in specdec("run", *arguments).stdout
 
 
-def test_results_go_to_stdout_in_a_process_of_its_own(
-    specdec_process: Specdec, run: Run, llama_engine_dir: Path
-) -> None:
+def test_results_go_to_stdout_in_a_process_of_its_own(specdec_fork: Specdec, llama_engine_dir: Path) -> None:
     arguments = ["--engine-dir", llama_engine_dir, "--input-text", "é🙂", "--max-output-len", 9, "--json"]
-    result = specdec_process("run", *arguments, "--max-input-length", 3, environment={"COLUMNS": "20"})
+    result = specdec_fork("run", *arguments, "--max-input-length", 3, environment={"COLUMNS": "20"})
     assert result.document["requests"][0]["prompt"] == "é🙂"
     assert result.stderr.startswith("warning: ")
 
