@@ -27,7 +27,7 @@ from runtime.util.files import read_json
 from scripts.tools.families import POPULARITY, recorded
 
 STORIES_DIR = Path(__file__).parents[3] / "../shared/data/stories260k"
-NUM_NEW_TOKENS = 28
+NUM_NEW_TOKENS = 32
 
 
 def run(engine: Engine, prompts: list[list[int]], num_new_tokens: int, *, ngram: bool) -> list[Sequence]:
