@@ -366,6 +366,7 @@ SAMPLING = [
     case(RUN + "--temperature warm", 2, "`--temperature`", "warm"),
     case(RUN + "--show-tokens --quiet", 2, "`--show-tokens`"),
     case(RUN + "--top-k 301", 1, "`--top-k`", "300", "301"),
+    case(RUN + "--end-id 300", 1, "`--end-id`", "300"),
     case(RUN + "--stop-words ''", 2, "`--stop-words`", "''"),
     case(RUN + "--bad-words '<pad>'", 2, "`--bad-words`", "'<pad>'"),
     case(
