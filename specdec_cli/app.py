@@ -49,7 +49,7 @@ from commands.options.shared import COMMON
 from commands.options.spellings import empty_value, normalize_name, with_usual_values
 from commands.output.help import INPUT, option, sort_by_panel
 from commands.output.output import Output, fail, say_interrupted, warn
-from commands.output.short_help import overview, short_help
+from commands.output.short_help import WIDTH, overview, short_help, terminal_width
 from commands.predict.command import predict
 from commands.regress.command import regress
 from commands.run.command import run
@@ -192,7 +192,7 @@ class _Group(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if ctx.parent is None:
-            formatter.write(_overview())
+            formatter.write(_overview(terminal_width()))
             return
         _name_types(self.get_params(ctx), ctx)
         super().format_help(ctx, formatter)
@@ -206,7 +206,7 @@ class _Command(TyperCommand):
         beside wide ones Typer cuts the names of flags.
         """
         if any(param.name == "help_all" for param in self.params) and not ctx.meta.get(_SHOWS_ALL):
-            formatter.write(_short_help(self, ctx))
+            formatter.write(_short_help(self, ctx, terminal_width()))
             return
         all_params, self.params = self.params, sort_by_panel(self.params)
         _name_types(self.get_params(ctx), ctx)
@@ -276,18 +276,18 @@ def _opposite(name: str) -> str:
     return name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
 
 
-def _overview() -> str:
+def _overview(width: int = WIDTH) -> str:
     group: Any = typer.main.get_command(app)
     return overview(group.commands.keys(), _START)
 
 
-def _short_help(command: TyperCommand, ctx: Any) -> str:
+def _short_help(command: TyperCommand, ctx: Any, width: int = WIDTH) -> str:
     _name_types(command.params, ctx)
-    return short_help(command.name or "", command, COMMON, _EXAMPLES_OF[command.name or ""])
+    return short_help(command, COMMON, _EXAMPLES_OF[command.name or ""], width)
 
 
 def help_texts() -> dict[str, str]:
-    """The help of `specdec`, "", and of each command with many flags."""
+    """The help of `specdec`, "", and of each command with many flags, for 80 columns."""
     group: Any = typer.main.get_command(app)
     commands = {command.__name__: group.commands[command.__name__] for command in _LONG}
     return {"": _overview()} | {
