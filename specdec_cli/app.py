@@ -43,10 +43,10 @@ from commands.integrity.command import verify
 from commands.launch.command import ARGUMENTS_OF_TOOL, launch
 from commands.options.foreign import Flags, without_foreign
 from commands.options.hints import hint_of, message_of, usage_message
-from commands.options.parameters import PREFIX
+from commands.options.parameters import PREFIX, SECRET
 from commands.options.settings import begin, settle, told_origin
 from commands.options.shared import COMMON
-from commands.options.spellings import empty_value, normalize_name, with_usual_values
+from commands.options.spellings import empty_value, normalize_name, read_arguments, with_usual_values
 from commands.output.help import INPUT, option, sort_by_panel
 from commands.output.output import Output, fail, say_interrupted, warn
 from commands.output.short_help import WIDTH, overview, short_help, terminal_width
@@ -225,6 +225,7 @@ class _Command(TyperCommand):
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
+        self._check_given_once(kept, own)
         try:
             rest = super().parse_args(ctx, kept)
             if not ctx.resilient_parsing:
@@ -247,6 +248,21 @@ class _Command(TyperCommand):
             for name in sorted(names - taken):
                 parser.add_option(switch, [f"--{name}"], switch.name, action="store_const", const=False)
         return parser
+
+    def _check_given_once(self, arguments: list[str], own: Flags) -> None:
+        """UsageError for a flag of one value with two, perhaps in two spellings, or for a switch that is on and off."""
+        options = {name.removeprefix("--"): one for one in self.params for name in one.opts}
+        switches = {name: one for name, one in options.items() if isinstance(one, TyperOption) and one.is_bool_flag}
+        options = {_opposite(name): one for name, one in switches.items()} | options
+        given: dict[str, tuple[str, str]] = {}
+        for word, name, value in read_arguments(arguments, own.with_value, self.name or ""):
+            option = options.get(name)
+            if option is None or option.param_type_name != "option" or option.multiple or not option.name:
+                continue
+            now = (word, name if value is None else value)
+            first, value_before = given.setdefault(option.name, now)
+            if value_before != now[1]:
+                raise _given_twice(option.name, first, word, None if value is None else (value_before, value))
 
     def _own_flags(self) -> Flags:
         options = [option for option in self.params if isinstance(option, TyperOption)]
@@ -272,13 +288,22 @@ class _Command(TyperCommand):
             raise
 
 
+def _given_twice(name: str, first: str, second: str, values: tuple[str, str] | None) -> UsageError:
+    if values is None:
+        return UsageError(f"`{first}` and `{second}` cannot be given together", hint="choose one")
+    both = "two keys" if name == SECRET else " and ".join(values)
+    if first == second:
+        return UsageError(f"`{first}` is given twice: {both}", hint="leave one of the two out")
+    return UsageError(f"`{first}` and `{second}` are one flag, which is given twice: {both}", hint="leave one out")
+
+
 def _opposite(name: str) -> str:
     return name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
 
 
 def _overview(width: int = WIDTH) -> str:
     group: Any = typer.main.get_command(app)
-    return overview(group.commands.keys(), _START)
+    return overview(group.commands.keys(), _START, width)
 
 
 def _short_help(command: TyperCommand, ctx: Any, width: int = WIDTH) -> str:
@@ -302,6 +327,7 @@ class _CommandWithRest(_Command):
         own = args[: args.index("--")] if "--" in args else args
         ctx.meta[ARGUMENTS_OF_TOOL] = args[len(own) + 1 :]
         begin(ctx)
+        self._check_given_once(own, self._own_flags())
         rest = TyperCommand.parse_args(self, ctx, own)
         settle(ctx)
         return rest
