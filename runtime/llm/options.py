@@ -107,6 +107,7 @@ def own_names(options: Mapping[str, Any]) -> EngineOptions:
     names.
     """
     engine: dict[str, Any] = {}
+    given: dict[str, str] = {}
     for name, value in options.items():
         if name not in EngineOptions.__annotations__:
             instead = f": use {_INSTEAD[name].format(value=value)}" if name in _INSTEAD else ""
@@ -114,9 +115,9 @@ def own_names(options: Mapping[str, Any]) -> EngineOptions:
         own = _OF_VLLM.get(name, name)
         if own in engine:
             raise UsageError(
-                f"{own} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
+                f"{given[own]} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
             )
-        engine[own] = value
+        engine[own], given[own] = value, name
     return cast(EngineOptions, engine)
 
 

@@ -131,6 +131,8 @@ def test_vllms_arguments_are_ours_or_are_answered(llama_uncompiled_dir: Path) ->
         LLM(llama_uncompiled_dir, max_modellen=8)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="max_batch_size and max_num_seqs"):
         LLM(llama_uncompiled_dir, max_batch_size=2, max_num_seqs=3)
+    with pytest.raises(UsageError, match="max_model_len and max_seq_len.*: 64, 96"):
+        LLM(llama_uncompiled_dir, max_model_len=64, max_seq_len=96)
     with pytest.raises(UsageError, match="`prompt` or `prompt_token_ids`"), LLM(llama_uncompiled_dir) as llm:
         llm.generate({"prompt": "a", "multi_modal_data": {}})  # type: ignore[typeddict-unknown-key]
     drawn = []
