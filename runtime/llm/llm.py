@@ -517,7 +517,7 @@ class LLM:
 
     def check_receipts(self, receipts: Iterable[Mapping[str, Any]], rule: "Rule | None" = None) -> "list[Finding]":
         """Check answers by the JSON objects of their receipts: would this engine have given these tokens?"""
-        reads = (read_row(dict(row), f"receipt {number}", {}) for number, row in enumerate(receipts, 1))
+        reads = (read_row(row, f"receipt {number}", {}) for number, row in enumerate(receipts, 1))
         return list(self.checker(rule).check(reads))
 
     def checker(self, rule: "Rule | None" = None) -> "Checker":
