@@ -18,6 +18,7 @@ from commands.doctor.document import (
 from commands.doctor.page import doctor_page
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
+from commands.options.drafter_flags import algorithm_flag
 from commands.options.engine_choice import EngineChoice
 from commands.options.expand import MODEL_AT_HAND
 from commands.options.hints import for_model
@@ -31,10 +32,10 @@ from runtime.builder.profile import read_profile
 from runtime.checkpoint.bundle import read_bundle
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
-from runtime.drafters.specs import NgramDrafter
+from runtime.drafters.specs import NgramDrafter, SuffixDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
-from runtime.measure.diagnosis.diagnose import ExpectedAcceptance, Judgement, StepTime, judge
+from runtime.measure.diagnosis.diagnose import OF_DRAFTERS, ExpectedAcceptance, Judgement, StepTime, judge
 from runtime.measure.diagnosis.explain import Explanation, explain
 from runtime.measure.diagnosis.observe import examine_draft_model, measure
 from runtime.util.errors import SpecDecError, UsageError
@@ -97,13 +98,17 @@ def _diagnosis(name: str, judgement: Judgement | None) -> Diagnosis:
     )
 
 
-def show(judgements: Mapping[str, Judgement | None], output: Output) -> None:
+def show(judgements: Mapping[str, Judgement | None], output: Output, *, has_drafter: bool) -> None:
+    """Show what was looked at, and each finding with its remedy; without a drafter nothing is said about one."""
+    of_drafters = set() if has_drafter else {one.__name__ for one in OF_DRAFTERS}
     found = [name for name, judgement in judgements.items() if judgement and judgement.is_fault]
     for judgement in judgements.values():
         if judgement is not None and not judgement.is_fault:
             output.result(f"ok     {judgement.message}")
-    if unknown := [name for name, judgement in judgements.items() if judgement is None]:
+    if unknown := [name for name, one in judgements.items() if one is None and name not in of_drafters]:
         output.result(f"not checked: {', '.join(map(_words, unknown))}")
+    if of_drafters:
+        output.result(f"no drafter is given: `{algorithm_flag(SuffixDrafter)}` has one looked at too")
     for name in found:
         judgement = judgements[name]
         assert judgement is not None
@@ -183,7 +188,7 @@ def diagnose(
             pair = examine_draft_model(llm, speculation)
             observed = measure(llm, speculation, _expected(choice.profile), pair, requests, phase)
     judgements = judge(observed)
-    show(judgements, output)
+    show(judgements, output, has_drafter=bool(speculation))
     document = doctor_document(replace(choice, speculation=speculation), len(requests), judgements, observed.steps)
     if report is not None:
         write_page(report, doctor_page(document.as_json()))
