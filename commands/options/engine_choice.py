@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.options.drafter_flags import algorithm_flag, example_of
+from commands.options.engine_flags import ModelEngineOptions
 from commands.options.expand import MODEL_AT_HAND
-from commands.options.leader_flags import LeaderOptions, ModelDir, ModelEngineOptions, ModelOptions
+from commands.options.leader_flags import LeaderOptions, ModelDir, ModelOptions
 from commands.options.model_word import ModelWord, is_surely_model, may_be_model, named_by, near_model
 from commands.options.settings import is_setting
 from commands.options.shared import USUAL_ENGINE, TokenizerDir

@@ -14,10 +14,10 @@ from typing import Any
 from typer import TyperException
 
 from commands.options.drafter_flags import example_of, users_of
+from commands.options.engine_flags import words_of
 from commands.options.expand import MODEL_AT_HAND, current_command
 from commands.options.foreign import COMMANDS
 from commands.options.settings import origin_of
-from commands.options.shared import QFORMATS
 from commands.options.spellings import normalize_name
 from commands.output.help import as_flag
 from runtime.checkpoint.bundle import DRAFT_VOCAB
@@ -297,7 +297,7 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     hint = f"`{where.command_path if where else 'specdec'} --help` shows the usage"
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
-        if _flag(error) == "`--dtype`" and (value := str(problems()[0]["input"]).lower()) in QFORMATS:
+        if _flag(error) == "`--dtype`" and (value := str(problems()[0]["input"]).lower()) in words_of("quantization"):
             flag = normalize_name("quantization", getattr(where, "info_name", None) or "")
             hint = f"`--{flag} {value}` quantizes the weights"
         return _value_message(_flag(error), problems()[0]) + _origin(error), hint

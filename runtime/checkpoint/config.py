@@ -246,7 +246,7 @@ class DraftOutput:
         return (self.qformat or self.layers) is not None
 
 
-USUAL_MAX_DRAFT_LEN = 10
+USUAL_MAX_BATCH_SIZE, USUAL_MAX_DRAFT_LEN = 4, 10
 
 
 def max_draft_len_for(num_masks: int) -> int:

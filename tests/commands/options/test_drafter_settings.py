@@ -9,7 +9,8 @@ import pytest
 from sentences import Said
 
 from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
-from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
+from commands.options.engine_flags import ModelEngineOptions
+from commands.options.leader_flags import LeaderOptions
 from commands.options.speculation_flags import SpeculationOptions, parse_drafter_names
 from runtime.drafters.lists import Devices
 from runtime.drafters.spec import DrafterSpec
