@@ -183,7 +183,8 @@ def _name_types(params: Iterable[Any], ctx: Any) -> None:
             param.metavar = _metavar(param.display_type_rich(ctx) or "")
             bounds = param._get_number_range_help_str() or ""
             if "<=x<=" in bounds:  # Typer's `1<=x<=1024` leaves no room for long flags
-                short = bounds.replace("<=x<=", "–")
+                least, _, most = bounds.partition("<=x<=")
+                short = f"{least}–{most}" if len(most) < 7 else f"x>={least}"
                 param._get_number_range_help_str = lambda short=short: short  # type: ignore[method-assign, misc]
 
 

@@ -52,7 +52,7 @@ class BuildOptions:
             max=MAX_SEQ_LEN,
         ),
     ] = None
-    max_seq_len: Annotated[int | None, engine_flag("max_seq_len", RUNTIME)] = None
+    max_seq_len: Annotated[int | None, engine_flag("max_seq_len", RUNTIME, max=MAX_SEQ_LEN)] = None
     max_draft_len: Annotated[
         int | None,
         engine_flag(

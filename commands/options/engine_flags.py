@@ -12,13 +12,17 @@ from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.util.errors import UsageError
 
 
-def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more: str = "") -> Any:
-    """The flag of an option, with its help, its range and its default; `more` is added to the help."""
+def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more: str = "", **others: Any) -> Any:
+    """The flag of an option, with its help, its range and its default; `more` is added to the help, and `others` are
+    what a command has otherwise.
+    """
     described, bounds = OPTIONS[name][1], bounds_of(name)
-    limits: dict[str, Any] = {"metavar": described.metavar}
+    limits: dict[str, Any] = {"metavar": described.metavar or ("NAME" if words_of(name) else None)}
     if bounds is not None:
         limits |= {"min": int(bounds.least), "max": None if bounds.most > 2**53 else int(bounds.most)}
-    return option(panel, described.help + more, shown=described.shown_default if shown is None else shown, **limits)
+    return option(
+        panel, described.help + more, shown=described.shown_default if shown is None else shown, **limits | others
+    )
 
 
 def words_of(name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Options of a model's engine: what is known of each of them stands here once. Imports no torch.
 
-Arguments of `LLM` and their checks, flags of the commands that take `--model-dir`, those of `convert` and `build` that
-say the same, and the table in docs/python.md are made of these descriptions.
+Arguments of `LLM` and their checks, flags of the commands that take a model, flags of convert and build that say the
+same, and the table in docs/python.md are made of these descriptions.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 from runtime.checkpoint.config import (
     MAX_BATCH_SIZE,
     MAX_DRAFT_LEN,
-    MAX_SEQ_LEN,
     USUAL_MAX_BATCH_SIZE,
     USUAL_MAX_DRAFT_LEN,
     Activations,
@@ -40,8 +39,9 @@ class EngineOption:
     """The default in words, if it is not the value."""
     flags: FlagGroup | None = None
     """Group of flags that has one of the option's name; None: none has."""
-    metavar: str | None = "NAME"
-    spellings: Mapping[str, Any] = field(default_factory=dict)
+    metavar: str | None = None
+    """Word for the value in help; None: `NAME` for words, and a number's own."""
+    spellings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Other words for values, in flags: TensorRT-LLM's and vLLM's."""
     takes_none: bool = False
     """True if the flag has the value `none` for None."""
@@ -86,12 +86,12 @@ class EngineOptions(TypedDict, total=False):
     max_batch_size: Annotated[
         int,
         Between(1, MAX_BATCH_SIZE),
-        EngineOption("Most requests in one step.", USUAL_MAX_BATCH_SIZE, flags="engine", metavar=None),
+        EngineOption("Most requests in one step.", USUAL_MAX_BATCH_SIZE, flags="engine"),
     ]
     max_seq_len: Annotated[
-        Annotated[int, Between(2, MAX_SEQ_LEN)] | None,
+        Annotated[int, Between(2)] | None,
         EngineOption("Most tokens in a prompt and its output together. Room for a draft is added.",
-                     shown="the model's positions, at most 4,096", flags="engine", metavar=None),
+                     shown="the model's positions, at most 4,096", flags="engine"),
     ]  # fmt: skip
     max_draft_len: Annotated[
         int,
@@ -119,7 +119,7 @@ class EngineOptions(TypedDict, total=False):
     ]  # fmt: skip
     draft_vocab_size: Annotated[
         Size | None,
-        EngineOption("Number of token ids in the draft vocabulary, such as 32000.", flags="drafts", metavar=None,
+        EngineOption("Number of token ids in the draft vocabulary, such as 32000.", flags="drafts",
                      shown="all listed; else a quarter of the vocabulary, up to 32,768"),
     ]  # fmt: skip
     draft_output_layer: Annotated[
@@ -142,7 +142,7 @@ class EngineOptions(TypedDict, total=False):
     ]
     use_cache: Annotated[bool, EngineOption("False builds a new engine, and discards it.", True)]
     max_num_seqs: Annotated[int, Between(1, MAX_BATCH_SIZE), EngineOption("", stands_for="max_batch_size")]
-    max_model_len: Annotated[Annotated[int, Between(2, MAX_SEQ_LEN)] | None, EngineOption("", stands_for="max_seq_len")]
+    max_model_len: Annotated[Annotated[int, Between(2)] | None, EngineOption("", stands_for="max_seq_len")]
 
 
 def _described() -> dict[str, tuple[Any, EngineOption]]:
