@@ -597,11 +597,8 @@ class LLM:
         foreign = next((i for i in own if not 0 <= i < self.bundle.config.vocab_size), None)
         if foreign is not None:
             raise SpecDecError(
-                f"an end id is outside the vocabulary of {self.bundle.config.vocab_size}: {foreign}",
+                f"stop_token_ids has an id outside the vocabulary of {self.bundle.config.vocab_size}: {foreign}",
                 hint="give an id of the engine's tokenizer",
-                code="end_id",
-                size=self.bundle.config.vocab_size,
-                end_id=foreign,
                 field="stop_token_ids",
             )
         return own if params.ignore_eos else own | self.end_ids
