@@ -40,7 +40,7 @@ class Setting:
     value: Any
     place: str
     key: str
-    """As the file has it, perhaps in another spelling."""
+    """Name that the file has, perhaps in another spelling."""
 
 
 def read_settings(path: Path, command: Any, commands: Mapping[str, Any]) -> dict[str, Setting]:

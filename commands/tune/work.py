@@ -239,7 +239,7 @@ def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Out
 
 
 def _little_evidence(num_requests: int) -> str:
-    """What a recommendation from so few requests is worth, in one sentence."""
+    """Sentence on a recommendation from so few requests."""
     requests = "one request was timed" if num_requests == 1 else f"{num_requests} requests were timed"
     return f"{requests}, too few to tell small gains from noise, or to speak for other prompts; give more prompts"
 

@@ -51,6 +51,18 @@ def each(flag: str, values: Iterable[Any]) -> list[Any]:
     return [argument for value in values for argument in (flag, value)]
 
 
+def with_last_values(arguments: list[str]) -> list[str]:
+    """The arguments of a base and of what a test has otherwise: of a flag with two values the last."""
+    places = {argument: place for place, argument in enumerate(arguments) if argument.startswith("--")}
+    kept, rest = list[str](), enumerate(arguments)
+    for place, argument in rest:
+        if place < places.get(argument, place) and argument not in ("--input-text", "--text"):
+            next(rest)
+        else:
+            kept.append(argument)
+    return kept
+
+
 def draft_model(draft_engine_dir: Path, config: str = "[4,[0],[0],False]") -> list[object]:
     """The two flags of a draft model."""
     return ["--draft-engine-dir", draft_engine_dir, "--draft-target-model-config", config]

@@ -60,7 +60,7 @@ def test_help_fits_in_two_screens(command: str, specdec: Specdec, monkeypatch: p
 
 @pytest.mark.parametrize("width", [50, 60, 79])
 def test_help_fits_a_narrow_terminal(width: int, specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same words, and commands that a shell takes as they are."""
+    """The words are the same, and a shell takes the commands as they are."""
     for command in ("", *LONG, "build", "cache prune"):
         wide = specdec(*command.split(), "--help").stdout
         monkeypatch.setenv("COLUMNS", str(width))
