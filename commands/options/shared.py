@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from commands.output.help import CLUSTER, INPUT, OUTPUT, RUNTIME, option
+from runtime.checkpoint.config import Quantization
 from runtime.util.errors import SpecDecError, UsageError
 
 COMMON = frozenset(
@@ -82,11 +83,33 @@ Report = Annotated[
     Path | None,
     option(OUTPUT, "Write a self-contained page for a browser: charts, tables and settings.", metavar="FILE.html"),
 ]
+CompareActivations = Annotated[
+    bool,
+    option(
+        RUNTIME,
+        "Measure what `--activations int8` would save in time and change in probabilities.",
+        "--compare-activations",
+    ),
+]
 Force = Annotated[bool, option(OUTPUT, "Replace the output directory if specdec wrote it.", "--force")]
 
 
 USUAL_CHECKPOINT, USUAL_ENGINE = "checkpoint", "engine_outputs"
 """Directories that `convert` and `build` write, and that `build` and `run` read, where no flag names another."""
+
+
+def check_has_more_bits(quantization: Quantization | None) -> None:
+    """UsageError unless the weights are integers whose inputs have more than 8 bits: for `--compare-activations`."""
+    if quantization is None or quantization.quant_algo is None or quantization.quant_algo.startswith("FP8"):
+        raise UsageError(
+            "`--compare-activations` is for weights in int8 or int4, and these are not quantized so",
+            hint="`--quantization int8` (of `convert`: `--qformat int8`) quantizes a model; or leave the flag out",
+        )
+    if quantization.activations == "int8":
+        raise UsageError(
+            "`--compare-activations` compares with activations of 8 bits, which the model has already: int8",
+            hint="`--activations int16` gives the model more to compare",
+        )
 
 
 @dataclass(frozen=True)
