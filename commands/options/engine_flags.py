@@ -1,6 +1,6 @@
 """Flags of a model's engine, made of its options' descriptions (`runtime/builder/engine_options.py`)."""
 
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
@@ -105,6 +105,10 @@ class ModelEngineOptions(_EngineFlags):
                     f"`{as_flag(name)}` is {', '.join(first)} or {last}: {value}", hint=OPTIONS[name][1].hint
                 )
         check_activations("`--quantization`", self.options.get("quantization"), self.activations)
+
+    def changed(self, **options: Any) -> "ModelEngineOptions":
+        """The same with other values of these options."""
+        return replace(self, **options)
 
     @property
     def options(self) -> EngineOptions:

@@ -439,7 +439,7 @@ def tune_engine(
 
 def _in_eight_bits(choice: EngineChoice, llm: LLM, answered: Answered, output: Output) -> InEightBits:
     """The answers by a second engine of the model, whose activations have 8 bits, beside the first."""
-    in_eight = replace(choice.models, engines=replace(choice.built_for, activations="int8"))
+    in_eight = replace(choice.models, engines=choice.built_for.changed(activations="int8"))
     with engines_made(replace(choice, models=in_eight), output) as made, open_engine(made) as eight:
         return compare_activations(llm, eight, answered.traces)
 
