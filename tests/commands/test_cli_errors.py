@@ -683,10 +683,14 @@ def flags_of_commands() -> dict[str, set[str]]:
     }
 
 
+def with_another_config(directory: Path) -> None:
+    (directory / "nothing" / "config.json").write_text("{}")
+
+
 OTHER_KINDS = [
     case("build --checkpoint-dir engine --output-dir out", 1, "engine"),
     case("build --checkpoint-dir none --output-dir out", 1, "none"),
-    case("run --engine-dir nothing --input-text a", 1, "nothing"),
+    case("run --engine-dir nothing --input-text a", 1, "nothing", damage=with_another_config),
     case("run --engine-dir ckpt --input-text a", 1, "ckpt"),
     case("tune --engine-dir engine --input-text a --batch-size 99", 1, "99"),
     case("tune --engine-dir engine --input-text a --max-draft-len 11", 1, "11"),
