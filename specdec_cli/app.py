@@ -43,13 +43,13 @@ from commands.integrity.command import verify
 from commands.launch.command import ARGUMENTS_OF_TOOL, launch
 from commands.options.foreign import Flags, without_foreign
 from commands.options.hints import hint_of, message_of, usage_message
-from commands.options.parameters import PREFIX
+from commands.options.parameters import PREFIX, SECRET
 from commands.options.settings import begin, settle, told_origin
 from commands.options.shared import COMMON
-from commands.options.spellings import empty_value, normalize_name, with_usual_values
+from commands.options.spellings import empty_value, normalize_name, read_arguments, with_usual_values
 from commands.output.help import INPUT, option, sort_by_panel
 from commands.output.output import Output, fail, say_interrupted, warn
-from commands.output.short_help import overview, short_help
+from commands.output.short_help import WIDTH, overview, short_help, terminal_width
 from commands.predict.command import predict
 from commands.regress.command import regress
 from commands.run.command import run
@@ -183,7 +183,8 @@ def _name_types(params: Iterable[Any], ctx: Any) -> None:
             param.metavar = _metavar(param.display_type_rich(ctx) or "")
             bounds = param._get_number_range_help_str() or ""
             if "<=x<=" in bounds:  # Typer's `1<=x<=1024` leaves no room for long flags
-                short = bounds.replace("<=x<=", "–")
+                least, _, most = bounds.partition("<=x<=")
+                short = f"{least}–{most}" if len(most) < 7 else f"x>={least}"
                 param._get_number_range_help_str = lambda short=short: short  # type: ignore[method-assign, misc]
 
 
@@ -192,7 +193,7 @@ class _Group(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if ctx.parent is None:
-            formatter.write(_overview())
+            formatter.write(_overview(terminal_width()))
             return
         _name_types(self.get_params(ctx), ctx)
         super().format_help(ctx, formatter)
@@ -206,7 +207,7 @@ class _Command(TyperCommand):
         beside wide ones Typer cuts the names of flags.
         """
         if any(param.name == "help_all" for param in self.params) and not ctx.meta.get(_SHOWS_ALL):
-            formatter.write(_short_help(self, ctx))
+            formatter.write(_short_help(self, ctx, terminal_width()))
             return
         all_params, self.params = self.params, sort_by_panel(self.params)
         _name_types(self.get_params(ctx), ctx)
@@ -225,6 +226,7 @@ class _Command(TyperCommand):
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
+        self._check_given_once(kept, own)
         try:
             rest = super().parse_args(ctx, kept)
             if not ctx.resilient_parsing:
@@ -247,6 +249,21 @@ class _Command(TyperCommand):
             for name in sorted(names - taken):
                 parser.add_option(switch, [f"--{name}"], switch.name, action="store_const", const=False)
         return parser
+
+    def _check_given_once(self, arguments: list[str], own: Flags) -> None:
+        """UsageError for a flag of one value with two, perhaps in two spellings, or for a switch that is on and off."""
+        options = {name.removeprefix("--"): one for one in self.params for name in one.opts}
+        switches = {name: one for name, one in options.items() if isinstance(one, TyperOption) and one.is_bool_flag}
+        options = {_opposite(name): one for name, one in switches.items()} | options
+        given: dict[str, tuple[str, str]] = {}
+        for word, name, value in read_arguments(arguments, own.with_value, self.name or ""):
+            option = options.get(name)
+            if option is None or option.param_type_name != "option" or option.multiple or not option.name:
+                continue
+            now = (word, name if value is None else value)
+            first, value_before = given.setdefault(option.name, now)
+            if value_before != now[1]:
+                raise _given_twice(option.name, first, word, None if value is None else (value_before, value))
 
     def _own_flags(self) -> Flags:
         options = [option for option in self.params if isinstance(option, TyperOption)]
@@ -272,22 +289,31 @@ class _Command(TyperCommand):
             raise
 
 
+def _given_twice(name: str, first: str, second: str, values: tuple[str, str] | None) -> UsageError:
+    if values is None:
+        return UsageError(f"`{first}` and `{second}` cannot be given together", hint="choose one")
+    both = "two keys" if name == SECRET else " and ".join(values)
+    if first == second:
+        return UsageError(f"`{first}` is given twice: {both}", hint="leave one of the two out")
+    return UsageError(f"`{first}` and `{second}` are one flag, which is given twice: {both}", hint="leave one out")
+
+
 def _opposite(name: str) -> str:
     return name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
 
 
-def _overview() -> str:
+def _overview(width: int = WIDTH) -> str:
     group: Any = typer.main.get_command(app)
-    return overview(group.commands.keys(), _START)
+    return overview(group.commands.keys(), _START, width)
 
 
-def _short_help(command: TyperCommand, ctx: Any) -> str:
+def _short_help(command: TyperCommand, ctx: Any, width: int = WIDTH) -> str:
     _name_types(command.params, ctx)
-    return short_help(command.name or "", command, COMMON, _EXAMPLES_OF[command.name or ""])
+    return short_help(command, COMMON, _EXAMPLES_OF[command.name or ""], width)
 
 
 def help_texts() -> dict[str, str]:
-    """The help of `specdec`, "", and of each command with many flags."""
+    """The help of `specdec`, "", and of each command with many flags, for 80 columns."""
     group: Any = typer.main.get_command(app)
     commands = {command.__name__: group.commands[command.__name__] for command in _LONG}
     return {"": _overview()} | {
@@ -302,6 +328,7 @@ class _CommandWithRest(_Command):
         own = args[: args.index("--")] if "--" in args else args
         ctx.meta[ARGUMENTS_OF_TOOL] = args[len(own) + 1 :]
         begin(ctx)
+        self._check_given_once(own, self._own_flags())
         rest = TyperCommand.parse_args(self, ctx, own)
         settle(ctx)
         return rest

@@ -3,10 +3,13 @@
 import os
 import sys
 from contextlib import suppress
+from shutil import get_terminal_size
 
 from specdec_cli.signals import restore  # before the modules that take time to import
 
 _NEW_PAGE = "\f"
+_WIDTH = 80
+"""Columns that the texts of help.txt have."""
 
 
 def main() -> None:
@@ -24,9 +27,11 @@ def main() -> None:
 
 
 def _help(arguments: list[str]) -> str | None:
-    """The help that is asked for; None for anything else."""
+    """The help that is asked for, on a terminal of 80 columns or more; None for anything else."""
     if not arguments or arguments[-1] not in ("-h", "--help") or len(arguments) > 2:
         return None
+    if get_terminal_size().columns < _WIDTH:
+        return None  # the commands write it for fewer columns
     return texts_at_once().get(" ".join(arguments[:-1]))
 
 

@@ -58,8 +58,8 @@ Sentences = dict[str, dict[str, str]]
 class Said:
     """`said(result, 97)`, or of an exception, warnings or a text: it quotes the values, and is what it was.
 
-    A sentence that several tests of a command say is held once, by one of them. What differs from machine to machine
-    is named in `varying`.
+    A sentence that several tests say, with other values, is held once, by one of them. What differs from machine to
+    machine is named in `varying`.
     """
 
     def __init__(self, node_id: str, base: Path, held: Sentences, *, update: bool) -> None:
@@ -75,17 +75,17 @@ class Said:
             before = r"[\w.-]" if str(value)[:1].isdigit() else r"\w"
             assert re.search(rf"(?<!{before}){re.escape(str(value))}(?!\w)", text), f"no `{value}` in: {text}"
         sentence = self._fixed(text, varying)
-        if any(sentence in sentences.values() for sentences in self.sentences.values()):
+        own_forms = {form_of(one) for sentences in self.sentences.values() for one in sentences.values()}
+        if form_of(sentence) in own_forms:
             return
         number = sum(map(len, self.sentences.values())) + 1
         key = self._test if number == 1 else f"{self._test} ({number})"
-        held = self._held.get(file, {})
-        own = of_test({file: held}, self._test).get(file, {})
-        if own.get(key) != sentence and sentence in {text for name, text in held.items() if name not in own}:
+        own = of_test(self._held, self._test).get(file, {})
+        if own.get(key) != sentence and form_of(sentence) in _forms_without(self._held, self._test):
             return
         self.sentences.setdefault(file, {})[key] = sentence
         if not self._update:
-            assert sentence == held.get(key), "meant so? `pytest --update-sentences` keeps it"
+            assert sentence == own.get(key), "meant so? `pytest --update-sentences` keeps it"
 
     def _read(self, source: object) -> tuple[str, str]:
         """The file, which is the command's or the test module's, and the text on one line."""
@@ -154,6 +154,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         replace(stale, {})
         stale = {}
     config.stash[STALE] = [key for sentences in stale.values() for key in sentences]
+
+
+def form_of(sentence: str) -> str:
+    """The sentence without its values: those in backticks, numbers, and what stands behind the last colon.
+
+    "`--top-k` must be at least 0: -1 hint: leave it out" is "… must be at least N: … hint: leave it out".
+    """
+    prefix, message = re.fullmatch(r"((?:error: |warning: |note: )?)(.*)", sentence, re.DOTALL).groups()  # type: ignore[union-attr]
+    message, *others = re.split(r" (?=hint: |code: )", message)
+    message = re.sub(r": [^:]{0,80}$", ": …", message)
+    return prefix + " ".join(re.sub(r"`[^`]*`|'[^']*'|TMP\S*|-?\d[\d.,]*", "…", one) for one in (message, *others))
+
+
+def _forms_without(held: Sentences, test: str) -> set[str]:
+    """Forms of the sentences that other tests hold."""
+    own = {key for sentences in of_test(held, test).values() for key in sentences}
+    return {form for sentences in held.values() for key, form in _forms_of(sentences).items() if key not in own}
+
+
+_known_forms: dict[int, tuple[dict[str, str], dict[str, str]]] = {}
+
+
+def _forms_of(sentences: dict[str, str]) -> dict[str, str]:
+    """The form of each; kept as long as the dictionary, which `load` gives again while its file is the same."""
+    known = _known_forms.get(id(sentences))
+    if known is None or known[0] is not sentences:
+        known = _known_forms[id(sentences)] = (sentences, {key: form_of(text) for key, text in sentences.items()})
+    return known[1]
 
 
 def key_of(node_id: str) -> str:

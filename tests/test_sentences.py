@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,3 +56,34 @@ def test_a_sentence_is_held_until_the_flag_keeps_another(tmp_path: Path) -> None
 
 def test_no_sentence_is_kept_of_a_test_that_is_gone(request: pytest.FixtureRequest) -> None:
     assert request.config.stash[sentences.STALE] == [], "`pytest --update-sentences` removes them"
+
+
+NOT_SAID = {
+    "cache_too_large_for_gpu": "needs a GPU",
+    "disk_of_ranks": "needs several GPUs",
+    "layers_of_another_head": "no test raises it",
+    "no_compiler": "a process of its own says it in test_cli_interrupted.py, and tells no code",
+    "no_hidden_states": "no test raises it",
+    "no_tokenizer_for_ids": "no test raises it",
+    "nothing_to_quantize": "no test raises it",
+}
+"""Codes of errors without a sentence, and why."""
+
+
+def test_every_code_of_an_error_has_a_sentence_or_a_reason() -> None:
+    held = " ".join(text for own in sentences.load().values() for text in own.values())
+    code = re.compile(r'code="(\w+)"|"(cache_too_\w+)"')
+    files = [path.read_text(encoding="utf-8") for path in (Path(__file__).parents[1] / "runtime").rglob("*.py")]
+    known = {name for text in files for found in code.findall(text) for name in found if name}
+    assert {name for name in known if f" code: {name}" not in f"{held} "} == NOT_SAID.keys()
+
+
+def test_the_form_of_a_sentence_is_what_values_leave() -> None:
+    """`--a` and `--b` are values too; what is wrong, and what to do about it, are not."""
+    one, other = "error: `--a` must be at least 1: 0 hint: leave it out", "error: `--b` must be at least 20: -3"
+    assert sentences.form_of(one) == "error: … must be at least …: … hint: leave it out"
+    assert sentences.form_of(other) != sentences.form_of(one)
+    assert sentences.form_of(f"{other} hint: leave it out") == sentences.form_of(one)
+    assert sentences.form_of("error: no model is given hint: a") != sentences.form_of(
+        "error: no engine is given hint: a"
+    )

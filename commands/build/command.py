@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from commands.options.engine_flags import DraftOutputOptions, engine_flag
 from commands.options.expand import expand_groups
 from commands.options.shared import (
     USUAL_CHECKPOINT,
     USUAL_ENGINE,
     CompareActivations,
-    DraftOutputOptions,
     Force,
     check_has_more_bits,
 )
@@ -19,10 +19,9 @@ from commands.output.help import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, 
 from commands.output.output import Output, check_new_directory, check_readable
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.checkpoint.config import (
-    MAX_BATCH_SIZE,
-    MAX_DRAFT_LEN,
     MAX_SEQ_LEN,
     MAX_TOKENS_PER_BLOCK,
+    USUAL_MAX_BATCH_SIZE,
     USUAL_MAX_DRAFT_LEN,
     BuildConfig,
     CheckpointConfig,
@@ -48,7 +47,7 @@ class BuildOptions:
 
     checkpoint_dir: Annotated[Path, option(INPUT, "Checkpoint made by `convert`.")] = Path(USUAL_CHECKPOINT)
     output_dir: Annotated[Path, option(OUTPUT, "Engine directory to write.")] = Path(USUAL_ENGINE)
-    max_batch_size: Annotated[int, option(RUNTIME, "Most requests in one step.", min=1, max=MAX_BATCH_SIZE)] = 4
+    max_batch_size: Annotated[int, engine_flag("max_batch_size", RUNTIME, shown=True)] = USUAL_MAX_BATCH_SIZE
     max_input_len: Annotated[
         int | None,
         option(
@@ -59,34 +58,14 @@ class BuildOptions:
             max=MAX_SEQ_LEN,
         ),
     ] = None
-    max_seq_len: Annotated[
-        int | None,
-        option(
-            RUNTIME,
-            "Most tokens in a prompt and its output together. Room for a draft is added.",
-            shown="the model's positions, at most 4,096",
-            min=2,
-            max=MAX_SEQ_LEN,
-        ),
-    ] = None
+    max_seq_len: Annotated[int | None, engine_flag("max_seq_len", RUNTIME, max=MAX_SEQ_LEN)] = None
     max_draft_len: Annotated[
         int | None,
-        option(
-            SPECULATION,
-            "Most tokens in a draft; 0 builds an engine without drafts.",
-            shown=f"{USUAL_MAX_DRAFT_LEN}; 0 with `--speculative-decoding-mode none`",
-            min=0,
-            max=MAX_DRAFT_LEN,
+        engine_flag(
+            "max_draft_len", SPECULATION, shown=f"{USUAL_MAX_DRAFT_LEN}; 0 with `--speculative-decoding-mode none`"
         ),
     ] = None
-    self_draft: Annotated[
-        Literal["none", IntFormat],
-        option(
-            SPECULATION,
-            "Add a copy of the linear weights, quantized to int8 or int4, to the engine, for self-drafting.",
-            metavar="NAME",
-        ),
-    ] = "none"
+    self_draft: Annotated[Literal["none", IntFormat], engine_flag("self_draft", SPECULATION, shown=True)] = "none"
     self_draft_group_size: Annotated[
         int | None,
         option(
@@ -120,14 +99,7 @@ class BuildOptions:
     tokens_per_block: Annotated[
         int, option(KV_CACHE, "Tokens in a K/V block; a power of two.", min=1, max=MAX_TOKENS_PER_BLOCK)
     ] = 32
-    compiler: Annotated[
-        Compiler | None,
-        option(
-            RUNTIME,
-            "`aot` makes token programs, for CPUs; `torch-compile` has all operations; `none` runs eagerly.",
-            shown="aot; on a GPU none",
-        ),
-    ] = None
+    compiler: Annotated[Compiler | None, engine_flag("compiler", RUNTIME)] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"], option(RUNTIME, "Device of the engine; `auto` is a GPU if there is one.")
     ] = "auto"

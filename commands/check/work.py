@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from runtime.proof.records import (
     ids_digest,
     in_words,
 )
-from runtime.text.text import decode
+from runtime.text.text import text_or_ids
 from runtime.text.traces import read_traces
 from runtime.util.errors import SpecDecError
 
@@ -244,9 +245,7 @@ def _texts(finding: Finding, receipt: Receipt | None, llm: LLM) -> dict[str, Any
     output = [min(token, vocab_size - 1) for token in receipt.output_ids]
     place = finding.place
 
-    def text(tokens: list[int], before: list[int]) -> str:
-        return " ".join(map(str, tokens)) if llm.tokenizer is None else decode(llm.tokenizer, tokens, before)
-
+    text = partial(text_or_ids, llm.tokenizer)
     before = [*prompt, *output[:place]]
     return {
         "prompt": text(prompt, []),

@@ -6,14 +6,12 @@ from typing import Any, Literal
 from pydantic import Field
 from rich.table import Table
 
-from commands.options.parameters import NOT_IN_FILES, commands_of, nearest
+from commands.options.parameters import NOT_IN_FILES, SECRET, commands_of, nearest
 from commands.options.settings import VARIABLES, Held, home_file, settings_of
 from commands.options.spellings import normalize_name
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output
 from runtime.util.errors import UsageError
-
-_SECRET = "api_key"
 
 
 class SettingRecord(Record):
@@ -64,16 +62,19 @@ def _settings(parent: Any, name: str, command: Any, *, with_defaults: bool) -> l
 
 
 def _record(param: Any, value: Any, held: Held | None) -> SettingRecord:
-    shown = "(set)" if param.name == _SECRET and value is not None else _shown(param, value)
+    """A flag with its value; the default in the words of `--help-all`."""
+    if held is None:
+        shown = param.show_default if isinstance(param.show_default, str) else _shown(value)
+    else:
+        shown = "(set)" if param.name == SECRET else _shown(value)
     return SettingRecord(name=param.opts[0], value=shown, origin="default" if held is None else held.origin.text)
 
 
-def _shown(param: Any, value: Any) -> str:
-    """A value as text; of a flag that has none, what `--help-all` says holds then."""
+def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if value is None or value == [] or value == ():
-        return param.show_default if isinstance(param.show_default, str) else "-"
+        return "-"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

@@ -3,16 +3,25 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
 
+from commands.options.engine_flags import check_activations, engine_flag, words_of
 from commands.options.expand import expand_groups
 from commands.options.model_word import named_by
-from commands.options.shared import QFORMATS, USUAL_CHECKPOINT, Force, check_activations
+from commands.options.shared import USUAL_CHECKPOINT, Force
 from commands.output.help import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, option
 from commands.output.output import Output, check_new_directory, megabytes
-from runtime.checkpoint.config import KV_CACHE_ALGO, IntFormat, KVCacheDtype, QuantConfig, QuantFormat
+from runtime.checkpoint.config import (
+    KV_CACHE_ALGO,
+    Activations,
+    Dtype,
+    IntFormat,
+    KVCacheDtype,
+    QuantConfig,
+    QuantFormat,
+)
 from runtime.checkpoint.resolve import check_is_model, resolve_model
 from runtime.util.errors import UsageError
 from runtime.util.files import check_output_directory, check_output_is_not_input, directory_bytes
@@ -32,10 +41,7 @@ class ConvertOptions:
     ] = None
     model_dir: Annotated[str | None, option(INPUT, "The same as `MODEL`, by a flag.")] = None
     output_dir: Annotated[Path, option(OUTPUT, "Checkpoint directory to write.")] = Path(USUAL_CHECKPOINT)
-    dtype: Annotated[
-        Literal["auto", "float32", "float16", "bfloat16"],
-        option(RUNTIME, "Dtype of the weights; `auto` keeps the saved one."),
-    ] = "auto"
+    dtype: Annotated[Literal["auto", Dtype], engine_flag("dtype", RUNTIME, shown=True)] = "auto"
     qformat: Annotated[
         Literal["full_prec", "int8", "int4", "fp8", "int8_wo", "int4_wo"],
         option(
@@ -62,18 +68,8 @@ class ConvertOptions:
     weight_only_precision: Annotated[
         IntFormat | None, option(QUANTIZATION, "Format for `--use-weight-only`.", shown="int8")
     ] = None
-    kv_cache_dtype: Annotated[
-        KVCacheDtype,
-        option(KV_CACHE, "Number format of keys and values in the K/V cache; `auto` is the weights' dtype."),
-    ] = "auto"
-    activations: Annotated[
-        Literal["float", "int8", "int16"] | None,
-        option(
-            QUANTIZATION,
-            "Number format in which quantized layers read their inputs.",
-            shown="int8 for weights in int4, int16 for int8, float for fp8",
-        ),
-    ] = None
+    kv_cache_dtype: Annotated[KVCacheDtype, engine_flag("kv_cache_dtype", KV_CACHE, shown=True)] = "auto"
+    activations: Annotated[Activations | None, engine_flag("activations", QUANTIZATION)] = None
     tp_size: Annotated[
         int, option(RUNTIME, "Tensor parallelism: number of devices over which the weights are split.", min=1, max=64)
     ] = 1
@@ -129,7 +125,7 @@ class ConvertOptions:
     def _qformat(self) -> QuantFormat | None:
         if self.use_weight_only:
             return self.weight_only_precision or "int8"
-        return QFORMATS[self.qformat]
+        return cast(QuantFormat | None, words_of("quantization")[self.qformat])
 
     @property
     def precision(self) -> QuantConfig:

@@ -1,6 +1,7 @@
 """Work of `doctor`: prompts that fit, observations, diagnoses, and an exit code; every finding with its remedy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from commands.doctor.document import (
 from commands.doctor.page import doctor_page
 from commands.inputs.dataset import DEMO, load_samples
 from commands.inputs.prompts import Prompt, without_padding
+from commands.options.drafter_flags import algorithm_flag
 from commands.options.engine_choice import EngineChoice
-from commands.options.expand import MODEL_AT_HAND
-from commands.options.hints import for_model
+from commands.options.hints import Advice, advice_at_hand, anew
 from commands.options.sessions import open_engine
 from commands.output.documents.records import Counts, measured_head
 from commands.output.documents.settings import EngineRecord
@@ -31,10 +32,10 @@ from runtime.builder.profile import read_profile
 from runtime.checkpoint.bundle import read_bundle
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
-from runtime.drafters.specs import NgramDrafter
+from runtime.drafters.specs import NgramDrafter, SuffixDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
-from runtime.measure.diagnosis.diagnose import ExpectedAcceptance, Judgement, StepTime, judge
+from runtime.measure.diagnosis.diagnose import OF_DRAFTERS, ExpectedAcceptance, Judgement, StepTime, judge
 from runtime.measure.diagnosis.explain import Explanation, explain
 from runtime.measure.diagnosis.observe import examine_draft_model, measure
 from runtime.util.errors import SpecDecError, UsageError
@@ -93,22 +94,26 @@ def _diagnosis(name: str, judgement: Judgement | None) -> Diagnosis:
         number=judgement.number,
         limit=judgement.limit,
         message=judgement.message,
-        remedy=for_model(REMEDIES[name], MODEL_AT_HAND.get()) if judgement.is_fault else None,
+        remedy=remedy_of(name) if judgement.is_fault else None,
     )
 
 
-def show(judgements: Mapping[str, Judgement | None], output: Output) -> None:
+def show(judgements: Mapping[str, Judgement | None], output: Output, *, has_drafter: bool) -> None:
+    """Show what was looked at, and each finding with its remedy; without a drafter nothing is said about one."""
+    of_drafters = set() if has_drafter else {one.__name__ for one in OF_DRAFTERS}
     found = [name for name, judgement in judgements.items() if judgement and judgement.is_fault]
     for judgement in judgements.values():
         if judgement is not None and not judgement.is_fault:
             output.result(f"ok     {judgement.message}")
-    if unknown := [name for name, judgement in judgements.items() if judgement is None]:
+    if unknown := [name for name, one in judgements.items() if one is None and name not in of_drafters]:
         output.result(f"not checked: {', '.join(map(_words, unknown))}")
+    if of_drafters:
+        output.result(f"no drafter is given: `{algorithm_flag(SuffixDrafter)}` has one looked at too")
     for name in found:
         judgement = judgements[name]
         assert judgement is not None
         output.result(f"FOUND  {_words(name)}: {judgement.message}")
-        output.result(f"       {for_model(REMEDIES[name], MODEL_AT_HAND.get())}")
+        output.result(f"       {remedy_of(name)}")
         if output.quiet:
             output.text(name)
     num_judged = sum(judgement is not None for judgement in judgements.values())
@@ -123,7 +128,14 @@ def _words(name: str) -> str:
 _LOWER, _POOL, _CORPUS = (
     as_flag(NgramDrafter.settings()[name].flag or "") for name in ("min_matching_ngram_size", "pool", "corpus")
 )
-REMEDIES = {
+
+
+def _larger_batch(before: str, behind: str) -> Advice:
+    larger = f"a larger `{as_flag('max_batch_size')}`{behind}"
+    return Advice(f"{before}build with {larger}", f"{before}give {larger}")
+
+
+REMEDIES: dict[str, str | Advice] = {
     "drafter_never_used": f"leave it out, or let it find more: a lower `{_LOWER}`, `{_POOL} public`, `{_CORPUS}`",
     "acceptance_below_profile": "tune on prompts like these: `specdec tune --engine-dir ENGINE --input-file PROMPTS "
     "--output PROFILE.json`",
@@ -134,8 +146,11 @@ REMEDIES = {
     "draft_tokenizer_differs": "take a draft model of the target's own family, and its tokenizer's files unchanged",
     "draft_chat_template_differs": "take a draft model that was trained with the target's chat template: it expects "
     "other words around each message",
-    "draft_rope_differs": "change `config.json` of both models alike (`rope_parameters`), then `specdec convert` and "
-    "`specdec build` again",
+    "draft_rope_differs": Advice(
+        "change `config.json` of both models alike (`rope_parameters`), then run `specdec convert` and `specdec build` "
+        "again",
+        "change `config.json` of both models alike (`rope_parameters`)",
+    ),
     "draft_model_is_target": "name a smaller model's engine with `--draft-engine-dir`",
     "speculation_changes_output": "look for what the drafter changes besides its drafts; if it is one of specdec's "
     "own, `specdec run --check-lossless` shows where: please report it",
@@ -143,24 +158,51 @@ REMEDIES = {
     "cache_preempts": "raise `--max-tokens-in-paged-kv-cache`, or answer fewer requests at a time",
     "reuse_never_hits": "leave block reuse on (`--kv-cache-enable-block-reuse`), and give the cache room for a prompt "
     "that comes again: `--max-tokens-in-paged-kv-cache`",
-    "state_slots_full": "build with a larger `--max-batch-size`, which the number of slots follows, or answer fewer "
-    "requests at a time",
-    "state_hits_missed": "lower `--state-checkpoint-interval`: states are kept so often along prompts; or build with a "
-    "larger `--max-batch-size`, if states are evicted",
-    "steps_slower_than_built": "see the other findings; if there are none, the processor is slower than then: too "
-    "warm, saving power, shared, or another one. On another machine `specdec build` again",
-    "memory_slower_than_built": "stop other processes that use memory, or `specdec build` again on this machine",
-    "fewer_threads_than_built": "raise OMP_NUM_THREADS and give the process its cores (`taskset`, the container's "
-    "limit), or `specdec build` again with as many",
+    "state_slots_full": _larger_batch("", ", which the number of slots follows, or answer fewer requests at a time"),
+    "state_hits_missed": _larger_batch(
+        "lower `--state-checkpoint-interval`: states are kept so often along prompts; or ", ", if states are evicted"
+    ),
+    "steps_slower_than_built": anew(
+        "see the other findings; if there are none, the processor is slower than then: too warm, saving power, shared, "
+        "or another one. On another machine "
+    ),
+    "memory_slower_than_built": anew("stop other processes that use memory, or ", " on this machine"),
+    "fewer_threads_than_built": anew(
+        "raise OMP_NUM_THREADS and give the process its cores (`taskset`, the container's limit), or ", " with as many"
+    ),
     "more_threads_than_cores": "lower OMP_NUM_THREADS to the cores, or allow more (`taskset`, the container's limit)",
     "busy_machine": "stop other processes, or reserve cores for this one (`taskset`)",
     "several_numa_nodes": "keep threads and memory on one node: `numactl --cpunodebind 0 --membind 0 specdec …`",
     "no_huge_pages": "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, as root",
-    "denormal_weights": "set them to 0 in the model, or look for what shrank them, and `specdec convert` again",
+    "denormal_weights": Advice(
+        "set them to 0 in the model, or look for what shrank them, and run `specdec convert` again",
+        "set them to 0 in the model, or look for what shrank them",
+    ),
 }
 
 
+def remedy_of(name: str) -> str:
+    """The remedy of a finding, for who named a model or an engine."""
+    return advice_at_hand(REMEDIES[name])
+
+
 _NUM_PROMPTS = 4
+
+
+@contextmanager
+def _opened(
+    choice: EngineChoice, input_file: Path | None, prompts: list[Prompt] | None
+) -> Iterator[tuple[LLM, Speculation, list[Request]]]:
+    """The engine, how it drafts, and the requests: the shipped articles' where no prompts are given."""
+    bundle, speculation = choice.bundle or read_bundle(choice.engine_dir), choice.speculation
+    is_auto = choice.mode == "leader" and bundle.has_costs
+    speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
+    with open_engine(choice) as llm:
+        if prompts is None:
+            requests = _own_requests(llm, choice.params, speculation)
+        else:
+            requests = _requests(llm, choice.params, without_padding(prompts, input_file, llm.end_ids))
+        yield llm, speculation, requests
 
 
 def diagnose(
@@ -170,20 +212,12 @@ def diagnose(
     report: Path | None,
     output: Output,
 ) -> None:
-    """Measure, judge and show; exit 1 if there is a finding. Without prompts the shipped articles are asked."""
-    bundle, speculation = choice.bundle or read_bundle(choice.engine_dir), choice.speculation
-    is_auto = choice.mode == "leader" and bundle.has_costs
-    speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
-    with open_engine(choice) as llm:
-        if prompts is None:
-            requests = _own_requests(llm, choice.params, speculation)
-        else:
-            requests = _requests(llm, choice.params, without_padding(prompts, input_file, llm.end_ids))
-        with output.phases() as phase:
-            pair = examine_draft_model(llm, speculation)
-            observed = measure(llm, speculation, _expected(choice.profile), pair, requests, phase)
+    """Measure, judge and show; exit 1 if there is a finding."""
+    with _opened(choice, input_file, prompts) as (llm, speculation, requests), output.phases() as phase:
+        pair = examine_draft_model(llm, speculation)
+        observed = measure(llm, speculation, _expected(choice.profile), pair, requests, phase)
     judgements = judge(observed)
-    show(judgements, output)
+    show(judgements, output, has_drafter=bool(speculation))
     document = doctor_document(replace(choice, speculation=speculation), len(requests), judgements, observed.steps)
     if report is not None:
         write_page(report, doctor_page(document.as_json()))
@@ -199,18 +233,11 @@ def explain_steps(
     prompts: list[Prompt] | None,
     output: Output,
 ) -> None:
-    """Answer one prompt, and show why each step's draft was as long as it was."""
-    bundle, speculation = choice.bundle or read_bundle(choice.engine_dir), choice.speculation
-    if not speculation:
+    """Answer the first prompt, and show why each step's draft was as long as it was."""
+    if not choice.speculation:
         raise UsageError("there is no drafter whose steps could be explained", hint="name one: `--drafters ngram`")
-    is_auto = choice.mode == "leader" and bundle.has_costs
-    speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
-    with open_engine(choice) as llm:
-        if prompts is None:
-            request, *_ = _own_requests(llm, choice.params, speculation)
-        else:
-            (request,) = _requests(llm, choice.params, without_padding(prompts, input_file, llm.end_ids))
-        explanation = explain(llm, speculation, request)
+    with _opened(choice, input_file, prompts) as (llm, speculation, requests):
+        explanation = explain(llm, speculation, requests[0])
     show_steps(explanation, output)
     document = doctor_document(replace(choice, speculation=speculation), 1, {}, [], explanation)
     output.document(document.as_json())

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from commands.options.leader_flags import ModelEngineOptions
+from commands.options.engine_flags import ModelEngineOptions
 from commands.options.model_word import ModelWord
 from commands.options.shared import InputFile
 from commands.output.help import INPUT, RUNTIME, SPECULATION, option

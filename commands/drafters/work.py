@@ -229,17 +229,19 @@ def _show(document: DraftersDocument, output: Output) -> None:
             cells += [f"{number(one.measured_speedup, 2)}x", number(one.predicted_by_measured, 2)]
         table.add_row(*cells)
     output.result(table)
-    sample = f"{document.num_prompts:,} requests, {document.num_tokens:,} tokens"
+    requests = "one request" if document.num_prompts == 1 else f"{document.num_prompts:,} requests"
     whose = "of yours" if document.is_own_sample else "of shipped articles: give your own with `--traces`"
-    output.result(f"predicted from {sample} {whose}")
+    output.result(f"predicted from {requests}, {document.num_tokens:,} tokens {whose}")
     for left in document.not_tried:
         output.result(f"not tried: {left.drafter}: {left.reason}")
     for hub in document.published:
         output.result(f"published for {hub.family}: {hub.repo} ({hub.kind}; {hub.source}): {hub.command} …")
     best = document.tried[0]
-    if best.draft_len:
-        output.result(f"the fastest: {best.command} …")
-    else:
+    if not best.draft_len:
         output.result("no drafter is faster than none")
+    output.result("the command of each, the fastest first:")
+    for one in document.tried:
+        if one.draft_len:
+            output.result(f"  {one.drafter}: {one.command} …")
     if output.quiet:
         output.text(best.command)

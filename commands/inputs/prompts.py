@@ -120,7 +120,7 @@ def _as_utf8(text: str) -> str:
 def _standard_input() -> str:
     """All of it, without the end of its last line; SpecDecError if it is not UTF-8."""
     try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise SpecDecError(f"standard input is not UTF-8: {error}", hint="convert it to UTF-8") from None
 

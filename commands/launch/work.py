@@ -97,11 +97,7 @@ def run(tool: Tool, launch: Launch, print_only: bool) -> int:
             environment = os.environ | ({KEY_VARIABLE: ",".join(launch.keys)} if launch.keys else {})
             served = stack.enter_context(started(arguments, environment, launch.key))
         connection = _connection(served, launch)
-        if served.context < tool.prompt_len:
-            warn(
-                f"{tool.title} begins with about {tool.prompt_len:,} tokens, and the server takes {served.context:,}: "
-                "a model with more positions, or a higher `--max-seq-len`"
-            )
+        _warn_of_short_context(tool, served)
         for line in _settings(tool, connection):
             stderr().print(visible(line), soft_wrap=True)
         if tool.file is not None:
@@ -133,6 +129,14 @@ def _running(launch: Launch) -> Served | None:
     return served
 
 
+def _warn_of_short_context(tool: Tool, served: Served) -> None:
+    if served.context < tool.prompt_len:
+        warn(
+            f"{tool.title} begins with about {tool.prompt_len:,} tokens, and the server takes {served.context:,}: "
+            "a model with more positions, or a higher `--max-seq-len`"
+        )
+
+
 def _connection(served: Served, launch: Launch) -> Connection:
     return Connection(served.url, served.names[0], launch.key, served.context)
 
@@ -160,6 +164,7 @@ def _print(tool: Tool, launch: Launch) -> None:
         name = launch.value("served-model-name") or Path(launch.model or "engine_outputs").resolve().name
         context = next(_values(arguments, "max-seq-len"), None) or launch.settings.get("max-seq-len", "4096")
         served = Served(launch.url, (name,), int(context))
+    _warn_of_short_context(tool, served)
     for line in _settings(tool, _connection(served, launch)):
         print(visible(line))
     print(shlex.join([tool.executable, *launch.arguments]))

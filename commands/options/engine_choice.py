@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.options.drafter_flags import algorithm_flag, example_of
+from commands.options.engine_flags import ModelEngineOptions
 from commands.options.expand import MODEL_AT_HAND
-from commands.options.leader_flags import LeaderOptions, ModelDir, ModelEngineOptions, ModelOptions
-from commands.options.model_word import ModelWord, is_surely_model, may_be_model, named_by
+from commands.options.leader_flags import LeaderOptions, ModelDir, ModelOptions
+from commands.options.model_word import ModelWord, is_surely_model, may_be_model, named_by, near_model
 from commands.options.settings import is_setting
 from commands.options.shared import USUAL_ENGINE, TokenizerDir
 from commands.options.speculation_flags import SpeculationOptions
 from commands.output.help import INPUT, KV_CACHE, option
-from commands.output.output import warn
+from commands.output.output import note, warn
 from runtime.checkpoint.bundle import Bundle, read_bundle
 from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN, IntFormat
 from runtime.checkpoint.resolve import (
@@ -339,7 +340,7 @@ class EngineOptions:
     def named_before(self, prompts: list[str] | None) -> "tuple[EngineOptions, list[str]]":
         """`named`, where prompts follow, and the prompts: the first word is a prompt if it is no model.
 
-        UsageError for a second model in the place of the prompt.
+        UsageError for a second model in the place of the prompt, or for a slip of a model's name before a prompt.
         """
         word, others = self.model, prompts or []
         if word is None:
@@ -355,6 +356,8 @@ class EngineOptions:
                     hint=f"`--draft-model-dir {others[0]}` drafts by it; `--input-text` gives such a word as a prompt",
                 )
             return self.named(), others
+        if not has_flag:
+            _tell_slip(word, others)
         return replace(self, model=None).named(), [word, *others]
 
     @property
@@ -409,6 +412,18 @@ class EngineOptions:
                 f"`{algorithm_flag(SelfDrafter)}` does"
             )
         return checked
+
+
+def _tell_slip(word: str, others: list[str]) -> None:
+    """UsageError if the first prompt, with others behind it, is nearly a model's name; a note if it is alone."""
+    if (near := near_model(word)) is None:
+        return
+    if others:
+        raise UsageError(
+            f"no model has this name: {word}",
+            hint=f"perhaps `{near}`; if it is a prompt, `--input-text {word}` gives it",
+        )
+    note(f"`{word}` is taken as a prompt, because no model has this name; perhaps `{near}` was meant")
 
 
 def check_needed_drafter(speculation: Speculation, *, check_lossless: bool, has_copy: bool = False) -> None:

@@ -1,42 +1,84 @@
 """Hints that name the flag to turn: the command line's own remedies for the library's errors, and the flags' names.
 
-One table from codes (`SpecDecError.code`) to hints that name a flag or a command. Any other error keeps the library's
-hint, which stands at the setting (`Setting.hint`, `RequestField.hint`) or where the error is raised. The values of an
-error stand in braces. Of several pieces of advice those are given whose flags the command has, by its names for them;
-the flags of other commands stand behind the command (`specdec build --max-seq-len`).
+One table from codes (`SpecDecError.code`) to hints that name a command, or several flags. Any other error keeps the
+library's hint, which stands at the setting (`Setting.hint`, `RequestField.hint`, `EngineOption.hint`) or where the
+error is raised; its message names the flag in the place of the setting. The values of an error stand in braces. Of
+several pieces of advice those are given whose flags the command has, by its names for them; the flags of other commands
+stand behind the command (`specdec build --max-seq-len`). What users who named a model do otherwise than users who built
+an engine is an `Advice`.
 """
 
 import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from typer import TyperException
 
 from commands.options.drafter_flags import example_of, users_of
+from commands.options.engine_flags import words_of
 from commands.options.expand import MODEL_AT_HAND, current_command
 from commands.options.foreign import COMMANDS
 from commands.options.settings import origin_of
-from commands.options.shared import QFORMATS
 from commands.options.spellings import normalize_name
 from commands.output.help import as_flag
+from runtime.builder.engine_options import OPTIONS
 from runtime.checkpoint.bundle import DRAFT_VOCAB
+from runtime.core.params import FIELDS, GrammarKind
 from runtime.drafters.specs import NgramDrafter
 from runtime.util.errors import SpecDecError
 
-BUILD_AGAIN = "`specdec build` again"
-_BUILD_AGAIN = f"run {BUILD_AGAIN}"
 _CONVERT_AGAIN = "run `specdec convert` again"
 _DRAFTS = (
     "specdec build --speculative-decoding-mode draft_tokens_external --use-paged-context-fmha enable --max-draft-len"
 )
 
-HINTS: dict[str, str | tuple[str, ...]] = {
+
+@dataclass(frozen=True)
+class Advice:
+    """A remedy that who has built an engine follows otherwise than who has named a model, whose engine is made by the
+    command; None: there is none.
+    """
+
+    of_engine: str | None
+    of_model: str | None = None
+
+
+def anew(before: str = "", behind: str = "") -> Advice:
+    """Have the engine made again, such as ` on this machine`."""
+    who_built, who_named = "run `specdec build` again", "have the engine built anew (`specdec rm {model_at_hand}`)"
+    return Advice(f"{before}{who_built}{behind}", f"{before}{who_named}{behind}")
+
+
+def larger(name: str) -> tuple[Advice, Advice]:
+    """Raise a limit of the engine, an option of `runtime/builder/engine_options.py`, for both."""
+    flag = as_flag(name)
+    return (
+        Advice(f"build with a larger `specdec build {flag}`"),
+        Advice(f"with `--model-dir` give a larger `{flag}`", f"give a larger `{flag}`"),
+    )
+
+
+def advised(advice: str | Advice, model: str | None) -> str | None:
+    """The advice to a user who named this model; None: to a user who built an engine."""
+    if isinstance(advice, str):
+        return advice
+    return advice.of_engine if model is None else advice.of_model
+
+
+def advice_at_hand(advice: str | Advice) -> str:
+    """The advice that fits what the command was given, a model or an engine."""
+    model = MODEL_AT_HAND.get()
+    found = advised(advice, model) or ""
+    return found if model is None or isinstance(advice, str) else found.format(model_at_hand=shlex.quote(model))
+
+
+HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "bad_tokenizer": "give another tokenizer with `--tokenizer-dir`; transformers said: {reason}",
     "batch_size": (
         "lower it",
-        "build with a larger `specdec build --max-batch-size`",
-        "with `--model-dir` give a larger `--max-batch-size`",
+        *larger("max_batch_size"),
     ),
     "block_reuse": "leave `--kv-cache-enable-block-reuse` on",
     "cache_too_large": ("lower `--max-tokens-in-paged-kv-cache`", "free memory"),
@@ -59,11 +101,10 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "disk_without_reuse": "leave `--kv-cache-dir` out",
     "disk_of_ranks": "leave `--kv-cache-dir` out",
     "disk_too_small": ("raise `--kv-cache-disk-size`", "lower `--max-seq-len`"),
-    "draft_len": ("lower the draft length", f"build with `{_DRAFTS} {{max_draft_len}}{{what_drafts}}`"),
-    "draft_len_of_masks": ("lower the draft length", f"build it with `{_DRAFTS} {{max_draft_len}}`"),
+    "draft_len": ("lower the draft length", Advice(f"build with `{_DRAFTS} {{max_draft_len}}{{what_drafts}}`")),
+    "draft_len_of_masks": ("lower the draft length", Advice(f"build it with `{_DRAFTS} {{max_draft_len}}`")),
     "drafter_failed": "`specdec --debug` shows where",
-    "draft_vocab_size": "lower it, or leave `--draft-vocab` out",
-    "engine": _BUILD_AGAIN,
+    "engine": anew(),
     "engine_for_model": "it answers prompts as it is: `specdec run {path}`",
     "engine_for_checkpoint": "give the directory that `specdec convert` wrote",
     "exists": "`--force` replaces it",
@@ -96,7 +137,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
         "have a copy made with `--self-draft int4`",
     ),
     "no_hidden_states": (
-        "build it for this head: `specdec build --draft-model-dir {head}`",
+        Advice("build it for this head: `specdec build --draft-model-dir {head}`"),
         "give the model itself, as `--model-dir`",
     ),
     "no_pard_token": (
@@ -106,11 +147,11 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     ),
     "no_room_for_output": ("raise `--max-seq-len`", "lower `--max-input-len`"),
     "no_self_draft": (
-        "build it with `specdec build --self-draft int4`",
+        Advice("build it with `specdec build --self-draft int4`"),
         "give the model itself, as `--model-dir`",
         f"use another drafter: `{example_of(NgramDrafter)}`",
     ),
-    "no_step_costs": f"{_BUILD_AGAIN}, with memory free for a K/V cache to measure them with",
+    "no_step_costs": anew(behind=", with memory free for a K/V cache to measure them with"),
     "no_tokenizer_for_ids": "list the token ids in a file: `--draft-vocab FILE`",
     "no_unquantized_model": (
         "leave `--quality-text` out",
@@ -121,8 +162,8 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "no_tokenizer": "name a tokenizer with `--tokenizer-dir`",
     "none_fits": (
         "give shorter prompts",
-        "build for longer prompts: `specdec build --max-input-len N --max-seq-len N`",
-        "with `--model-dir` give a larger `--max-seq-len`",
+        Advice("build for longer prompts: `specdec build --max-input-len N --max-seq-len N`"),
+        larger("max_seq_len")[1],
     ),
     "nothing_to_quantize": "leave `--self-draft` out",
     "not_an_engine": "make one with `specdec build`",
@@ -140,15 +181,14 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "prompt_past_positions": "keep the last tokens with `--max-input-length`",
     "prompt_too_long": (
         "keep the last tokens with `--max-input-length`",
-        "build with a larger `specdec build --max-input-len`",
-        "with `--model-dir` give a larger `--max-seq-len`",
+        Advice("build with a larger `specdec build --max-input-len`"),
+        larger("max_seq_len")[1],
     ),
     "quantized_already": "leave `--qformat` out, or give the unquantized model",
     "request_past_positions": "lower `--max-output-len`",
     "request_too_long": (
         "lower `--max-output-len`",
-        "build with a larger `specdec build --max-seq-len`",
-        "with `--model-dir` give a larger `--max-seq-len`",
+        *larger("max_seq_len"),
     ),
     "self_draft_bits": (
         "leave `--self-draft` out",
@@ -156,62 +196,46 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     ),
     "self_draft_split": ("leave `--self-draft` out", "convert the model without `specdec convert --tp-size`"),
     "size_of_no_vocab": "give a vocabulary too, such as `--draft-vocab auto`",
-    "state_interval": "leave `--state-checkpoint-interval` out",
     "tokenizer_is_code": "name a tokenizer that transformers has a class for with `--tokenizer-dir`",
-    "tune_draft_len": ("lower it", "build with a larger `specdec build --max-draft-len`"),
+    "tune_draft_len": ("lower it", Advice("build with a larger `specdec build --max-draft-len`")),
 }
 
 
 MESSAGES: dict[str, str] = {
     "batch_size": "`--batch-size` exceeds the engine's max_batch_size {max_batch_size}: {batch_size}",
-    "draft_vocab_size": "`--draft-vocab-size` is not below the vocabulary of {vocab_size}: {size}",
-    "empty_word": "`{flag}` has an empty word: ''",
-    "end_id": "`--end-id` is outside the vocabulary of {size}: {end_id}",
-    "foreign_word": "`{flag}` has a word that the tokenizer turns into no tokens: {word!r}",
-    "no_head_of_layers": "`{flag}` needs a trained head: {value}",
-    "no_layer_that_drafts": "`{flag}` needs a trained head or a self-draft copy: {value}",
-    "ngram_sizes": "`{flag}` exceeds the longest n-gram to look up, {longest}: {shortest}",
-    "size_of_no_vocab": "`--draft-vocab-size` needs `--draft-vocab`: {size}",
-    "state_interval": "`--state-checkpoint-interval` is for requests that reuse states, and {why}: {interval}",
-    "top_k": "`--top-k` exceeds the vocabulary of {size}: {top_k}",
 }
-"""Messages about a flag's value, with the flag's name."""
+"""Messages that name a flag of no setting."""
 
 
 def message_of(error: SpecDecError) -> str:
-    """Message of the error, with the flag's name if it is about a flag's value."""
-    template = MESSAGES.get(error.code or "")
-    return error.message if template is None else template.format(**_values(error))
+    """Message of the error, in which the setting that it begins with has the name of the command's flag."""
+    template, name = MESSAGES.get(error.code or ""), str(error.values.get("field") or error.values.get("name"))
+    if template is not None:
+        return template.format(**error.values)
+    flag, command = flag_of_setting(name), current_command()
+    if flag is None or not error.message.startswith(f"{name} "):
+        return error.message
+    own = flag if command is None else as_flag(normalize_name(flag.removeprefix("--"), command.name))
+    is_known = command is None or own.removeprefix("--") in command.flags
+    return f"`{own}`{error.message.removeprefix(name)}" if is_known else error.message
 
 
 def hint_of(error: SpecDecError) -> str | None:
     """Remedy for an error on the command line."""
     if error.code == "other_environment":
         return _rebuild(**error.values)
-    template, model = HINTS.get(error.code or ""), MODEL_AT_HAND.get()
-    pieces = [template] if isinstance(template, str) else template or ()
-    fitting = [named for piece in pieces if (named := _by_the_commands_names(piece)) is not None]
-    if not fitting:
-        return error.hint
-    hint = ", or ".join(fitting if model is None else _without_engines(fitting)).format(**_values(error))
-    return hint if model is None else for_model(hint, model)
+    given, model = HINTS.get(error.code or "", ()), MODEL_AT_HAND.get()
+    pieces = given if isinstance(given, tuple) else (given,)
+    hint = _fitting(pieces, model, error) or (None if model is None else _fitting(pieces, None, error))
+    return hint or error.hint
 
 
-def for_model(advice: str, model: str | None) -> str:
-    """The advice to a user who named this model, and built no engine; unchanged for None."""
-    if model is None:
-        return advice
-    anew = f"have the engine built anew (`specdec rm {shlex.quote(model)}`)"
-    for again in (f", then `specdec convert` and {BUILD_AGAIN}", ", and `specdec convert` again"):
-        advice = advice.replace(again, "")  # a model that has changed is converted and built by itself
-    advice = advice.replace(_BUILD_AGAIN, anew).replace(BUILD_AGAIN, anew)
-    return advice.replace("build with a larger `--", "give a larger `--")
-
-
-def _without_engines(pieces: list[str]) -> list[str]:
-    """The pieces of advice that a user follows who named a model: `with --model-dir give a larger --max-seq-len`."""
-    others = [piece.removeprefix("with `--model-dir` ") for piece in pieces if "`specdec build" not in piece]
-    return others or pieces
+def _fitting(pieces: tuple[str | Advice, ...], model: str | None, error: SpecDecError) -> str:
+    """The advice that this user can follow, by the command's names for its flags."""
+    values = _values(error) | ({} if model is None else {"model_at_hand": shlex.quote(model)})
+    advice = [one for piece in pieces if (one := advised(piece, model)) is not None]
+    named = [one for piece in advice if (one := _by_the_commands_names(piece)) is not None]
+    return ", or ".join(named).format(**values)
 
 
 def _by_the_commands_names(piece: str) -> str | None:
@@ -228,17 +252,25 @@ _FLAG = re.compile(r"`--([a-z-]+)")
 
 def _values(error: SpecDecError) -> dict[str, object]:
     build, head = error.values.get("build"), error.values.get("head") or "HEAD"
-    what_drafts = "" if build is None else _what_drafts(build, head)
-    return {"flag": _flag_named(str(error.values.get("name"))), "what_drafts": what_drafts} | error.values
+    return {"what_drafts": "" if build is None else _what_drafts(build, head)} | error.values
 
 
-def _flag_named(name: str) -> str:
-    """Flag that sets this; "" if none does."""
-    return as_flag(name) if users_of(name) else _FLAGS.get(name, "")
+_OF_COMMANDS = {
+    "stop": "--stop-words",
+    "stop_token_ids": "--end-id",
+    "max_tokens": "--max-output-len",
+    "seed": "--random-seed",
+    **{name: as_flag(name) for name in ("state_checkpoint_interval", *get_args(GrammarKind))},
+}
+"""Flags of settings that commands describe themselves."""
 
 
-_FLAGS = {"stop": "--stop-words", "bad_words": "--bad-words"}
-_FLAGS |= {name: as_flag(name) for name in ("draft_vocab", "draft_output_layer", "draft_layers")}
+def flag_of_setting(name: str) -> str | None:
+    """The flag of a setting: of a request's field, a drafter's setting or an option of an engine; None if none has."""
+    has_flag = (name in FIELDS and FIELDS[name][1].flag is not None) or users_of(name)
+    if has_flag or (name in OPTIONS and OPTIONS[name][1].flags is not None):
+        return as_flag(name)
+    return _OF_COMMANDS.get(name)
 
 
 def _rebuild(engine_dir: object, build: Any) -> str:
@@ -297,7 +329,7 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     hint = f"`{where.command_path if where else 'specdec'} --help` shows the usage"
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
-        if _flag(error) == "`--dtype`" and (value := str(problems()[0]["input"]).lower()) in QFORMATS:
+        if _flag(error) == "`--dtype`" and (value := str(problems()[0]["input"]).lower()) in words_of("quantization"):
             flag = normalize_name("quantization", getattr(where, "info_name", None) or "")
             hint = f"`--{flag} {value}` quantizes the weights"
         return _value_message(_flag(error), problems()[0]) + _origin(error), hint

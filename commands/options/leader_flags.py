@@ -2,133 +2,22 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from commands.options.drafter_flags import LeaderDrafterFlags, chooses_drafter, leader_settings, users_of
+from commands.options.engine_flags import DraftOutputOptions, ModelEngineOptions
 from commands.options.expand import given_flags
 from commands.options.settings import without_ambient
-from commands.options.shared import KV_CACHE_DTYPES, QFORMATS, DraftOutputOptions, check_activations
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
 from commands.options.speculative_config import parse_speculative_config
 from commands.output.help import LEADER, as_flag, option
 from commands.output.output import warn
-from runtime.checkpoint.config import (
-    MAX_BATCH_SIZE,
-    Activations,
-    Compiler,
-    Dtype,
-    IntFormat,
-    KVCacheDtype,
-    QuantFormat,
-)
 from runtime.core.params import Mode
 from runtime.drafters.specs import DRAFTERS
 from runtime.util.errors import UsageError
 
 _IN_AUTO = " and ".join(spec.description.title for spec in DRAFTERS.values() if spec.is_in_auto)
 _IN_AUTO_OF_MANY = " and ".join(spec.description.title for spec in DRAFTERS.values() if spec.is_in_auto_of_many)
-
-
-@dataclass(frozen=True)
-class ModelEngineOptions:
-    """Build settings of a model's engine; None where nothing was given."""
-
-    dtype: Annotated[
-        Literal["auto", "float32", "float16", "bfloat16"] | None,
-        option(
-            LEADER, "Dtype of `--model-dir`'s engine: auto, float32, float16 or bfloat16.", shown="auto", metavar="NAME"
-        ),
-    ] = None
-    activations: Annotated[
-        Activations | None,
-        option(
-            LEADER,
-            "Number format in which quantized layers of `--model-dir`'s engine read their inputs: float, int8 or "
-            "int16.",
-            shown="as for `convert`",
-            metavar="NAME",
-        ),
-    ] = None
-    quantization: Annotated[
-        str | None,
-        option(
-            LEADER,
-            "Quantize the weights of `--model-dir`'s engine: int8, int4 or fp8.",
-            shown="none",
-            metavar="FORMAT",
-        ),
-    ] = None
-    kv_cache_dtype: Annotated[
-        str | None,
-        option(
-            LEADER,
-            "Number format of keys and values in `--model-dir`'s engine: int8, fp8 or auto, the weights' dtype.",
-            shown="auto",
-            metavar="NAME",
-        ),
-    ] = None
-    max_batch_size: Annotated[
-        int | None,
-        option(LEADER, "Most requests in one step of `--model-dir`'s engine.", shown="4", min=1, max=MAX_BATCH_SIZE),
-    ] = None
-    max_seq_len: Annotated[
-        int | None,
-        option(
-            LEADER,
-            "Most tokens in a prompt and its output together, for `--model-dir`'s engine.",
-            shown="the model's positions, at most 4,096",
-            min=2,
-        ),
-    ] = None
-    self_draft: Annotated[
-        IntFormat | None,
-        option(
-            LEADER,
-            "Quantization of the self-draft copy in `--model-dir`'s engine: int8 or int4.",
-            shown="int4 if it is to draft",
-            metavar="NAME",
-        ),
-    ] = None
-    compiler: Annotated[
-        Compiler | None,
-        option(
-            LEADER,
-            "Compiler of `--model-dir`'s engine: aot, torch-compile or none.",
-            shown="aot; on a GPU none",
-            metavar="NAME",
-        ),
-    ] = None
-    no_cache: Annotated[bool, option(LEADER, "Build a new engine for `--model-dir` and discard it.", "--no-cache")] = (
-        False
-    )
-
-    def check(self) -> None:
-        """UsageError for a number format that there is not, or formats that do not fit together."""
-        if self.quantization is not None and self.quantization.lower() not in QFORMATS:
-            raise UsageError(
-                f"`--quantization` is int8, int4 or fp8: {self.quantization}",
-                hint="leave it out for a model that is quantized already, such as AWQ, GPTQ or GGUF: its files say how",
-            )
-        if self.kv_cache_dtype is not None and self.kv_cache_dtype.lower() not in KV_CACHE_DTYPES:
-            raise UsageError(
-                f"`--kv-cache-dtype` is auto, int8 or fp8: {self.kv_cache_dtype}",
-                hint="int8 and fp8 take half the memory of bfloat16",
-            )
-        check_activations("`--quantization`", self.chosen_quantization, self.activations)
-
-    @property
-    def chosen_quantization(self) -> QuantFormat | None:
-        """Format that the weights are quantized to; None: as the model has them."""
-        return None if self.quantization is None else QFORMATS[self.quantization.lower()]
-
-    @property
-    def chosen_kv_cache_dtype(self) -> KVCacheDtype:
-        return KV_CACHE_DTYPES[(self.kv_cache_dtype or "auto").lower()]
-
-    @property
-    def chosen_dtype(self) -> Dtype | None:
-        """None: the model's own."""
-        return None if self.dtype == "auto" else self.dtype
 
 
 ModelDir = Annotated[

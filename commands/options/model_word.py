@@ -1,5 +1,6 @@
 """The first word of a command line, where it names a model or an engine: `run demo "…"`, `chat engine_outputs`."""
 
+import difflib
 import re
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,8 @@ from commands.options.settings import is_setting
 from runtime.checkpoint.bundle import is_engine_dir
 from runtime.checkpoint.checksums import CONFIG
 from runtime.checkpoint.gguf.reader import is_gguf
-from runtime.checkpoint.resolve import is_shipped
+from runtime.checkpoint.resolve import is_shipped, shipped_models
+from runtime.util.cache import cached_names
 from runtime.util.errors import UsageError
 
 ModelWord = Annotated[
@@ -28,6 +30,8 @@ _HUB_ID_OF_AN_OWNER = re.compile(
 _PATH = re.compile(r"(~|\.\.?)?/\S*")
 _FILES = (".jsonl", ".json")
 _ONE_WORD = re.compile(r"[A-Za-z0-9][\w.:@-]*")
+_NEAR = 0.75
+"""Share of letters that a slip has in common with a name: those of `dmeo` and `demo`, and not of `done` and `demo`."""
 
 
 def is_surely_model(word: str) -> bool:
@@ -49,6 +53,18 @@ def may_be_model(word: str, *, is_answered: bool) -> bool:
     if _HUB_ID_OF_AN_OWNER.fullmatch(word) or _PATH.fullmatch(word) or re.fullmatch(r"\S+\.(?i:gguf)", word):
         return True
     return _ONE_WORD.fullmatch(word) is not None and not is_answered
+
+
+def near_model(word: str) -> str | None:
+    """A model's name that `word` may be a slip of, such as `demo` for `dmeo`: a shipped name, a name in `specdec list`,
+    or a model or an engine in the working directory.
+    """
+    if _ONE_WORD.fullmatch(word) is None:
+        return None
+    here = (path.name for path in Path().iterdir() if path.is_dir() or path.suffix == ".gguf")
+    known = dict.fromkeys([*shipped_models(), *cached_names(), *here])
+    near = difflib.get_close_matches(word, known, 3, _NEAR)
+    return next((name for name in near if not Path(name).exists() or is_surely_model(name)), None)
 
 
 def model_among(files: list[str], *, has_flag: bool) -> tuple[str | None, list[str]]:

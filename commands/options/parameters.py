@@ -7,6 +7,8 @@ from typing import Any
 PREFIX = "SPECDEC"
 NOT_IN_FILES = frozenset({"config", "help", "help_all"})
 """Flags, by their Python names, that no file can set."""
+SECRET = "api_key"
+"""Flag whose value is not shown."""
 
 
 def commands_of(context: Any) -> dict[str, Any]:

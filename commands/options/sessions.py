@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from commands.options.engine_choice import EngineChoice
-from commands.options.leader_flags import ModelEngineOptions
 from commands.output.documents.settings import Setup
 from commands.output.output import Output, note
-from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.builder.engine_cache import EngineSettings, engine_of_model, settings_of, settings_of_draft_model
 from runtime.checkpoint.bundle import read_bundle
-from runtime.checkpoint.config import EngineConfig, IntFormat, max_draft_len_for
+from runtime.checkpoint.config import EngineConfig
 from runtime.core.request import Request, Sequence
 from runtime.drafters.spec import DrafterSpec
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS
@@ -20,8 +19,6 @@ from runtime.llm import LLM
 from runtime.loop.lossless.check import NUM_PREFIXES, check_outputs
 from runtime.loop.lossless.results import LosslessCheck
 from runtime.loop.session import OnTokens, Session
-
-_DEFAULT_MAX_BATCH_SIZE = 4
 
 
 def open_engine(choice: EngineChoice) -> LLM:
@@ -51,27 +48,6 @@ def open_setup_of_models(choice: EngineChoice, output: Output) -> Iterator[Setup
         yield setup
 
 
-def engine_settings(
-    built_for: ModelEngineOptions,
-    max_draft_len: int,
-    hidden_states: tuple[int, ...],
-    self_draft: IntFormat | None = None,
-) -> EngineSettings:
-    """Settings of a model's engine, as flags have them."""
-    return EngineSettings(
-        built_for.chosen_dtype,
-        built_for.max_batch_size or _DEFAULT_MAX_BATCH_SIZE,
-        built_for.max_seq_len,
-        max_draft_len,
-        self_draft,
-        hidden_states=hidden_states,
-        activations=built_for.activations,
-        compiler=built_for.compiler,
-        quantization=built_for.chosen_quantization,
-        kv_cache_dtype=built_for.chosen_kv_cache_dtype,
-    )
-
-
 @contextmanager
 def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]:
     """The choice with an engine in the place of each model that it names, built with a display of what is done."""
@@ -87,16 +63,15 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
         def with_engine(one: DrafterSpec) -> DrafterSpec:
             if not isinstance(one.draft_model, str):
                 return one
-            settings = replace(drafting, max_draft_len=max_draft_len_for(one.num_masks or 0))
+            settings = settings_of_draft_model(built_for.options, one.num_masks or 0)
             return one.with_draft_model(engine_of(one.draft_model, settings))
 
-        # A draft model keeps its weights as they are: the flags' formats are for the model that answers.
-        drafting = replace(engine_settings(built_for, 0, ()), quantization=None, kv_cache_dtype="auto")
         if choice.model_dir is not None:
-            hidden_states, self_draft = choice.hidden_states, choice.self_draft
-            settings = engine_settings(built_for, choice.max_draft_len, hidden_states, self_draft)
-            if hidden_states or self_draft is not None:
-                settings = replace(settings, draft_output=choice.draft_output, heads=tuple(speculation.read_heads()))
+            options = built_for.options | choice.models.draft_output.options
+            options |= {"max_draft_len": choice.max_draft_len, "self_draft": choice.self_draft}
+            has_layers = choice.hidden_states or choice.self_draft is not None
+            heads = speculation.read_heads() if has_layers else ()
+            settings = settings_of(options, heads, choice.hidden_states)
             engine_dir = engine_of(choice.model_dir, settings)
             bundle = read_bundle(engine_dir, choice.model_dir)
             choice = replace(choice, engine_dir=engine_dir, bundle=bundle)

@@ -39,6 +39,8 @@ class Setting:
 
     value: Any
     place: str
+    key: str
+    """Name that the file has, perhaps in another spelling."""
 
 
 def read_settings(path: Path, command: Any, commands: Mapping[str, Any]) -> dict[str, Setting]:
@@ -135,8 +137,9 @@ class _Reader:
                 stands_here = any(one is key for one, _ in mapping.value)  # and is not taken in from elsewhere
                 new = self._flag(key, value, command, is_own=is_own and stands_here)
                 if again := found.keys() & new.keys():
-                    (first,) = (found[one].place for one in again)
-                    raise UsageError(f"`{name}` is there twice: {self.place(key)}", hint=f"also in {first}")
+                    (first,) = (found[one] for one in again)
+                    what = "is there" if first.key == name else f"and `{first.key}` are one setting, which is there"
+                    raise UsageError(f"`{name}` {what} twice: {self.place(key)}", hint=f"also in {first.place}")
                 found |= new
         return found
 
@@ -179,7 +182,7 @@ class _Reader:
             value = _value(options[name], node)
             if value in ("", [""]) and name not in OF_TEXT:
                 raise UsageError(f"`{key.value}` has an empty value: {self.place(key)}", hint="leave the line out")
-            return {options[name].name: Setting(value, self.place(key))}
+            return {options[name].name: Setting(value, self.place(key), key.value)}
         if is_own or not self._is_of_another(key.value, name):
             self._check_foreign(key, name, node, command)
         return {}
@@ -223,8 +226,8 @@ class _Reader:
             found = [place for key, place in places.items() if f": {key}: " in error.message]
             raise UsageError(f"{error.message} ({[*found, self.place(mapping)][0]})", hint=error.hint) from None
         names = {param.name for param in command.params}
-        place = self.place(mapping)
-        return {name: Setting(str(value), place) for name, value in flags.items() if name in names}
+        place, key = self.place(mapping), "speculative_config"
+        return {name: Setting(str(value), place, key) for name, value in flags.items() if name in names}
 
 
 def _mappings_in(root: yaml.Node) -> list[yaml.MappingNode]:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from commands.output.help import CLUSTER, INPUT, OUTPUT, RUNTIME, SPECULATION, option
-from runtime.checkpoint.config import IntFormat, KVCacheDtype, QuantFormat, Quantization
-from runtime.drafters.heads.head_config import DraftOutputSettings
+from commands.output.help import CLUSTER, INPUT, OUTPUT, RUNTIME, option
+from runtime.checkpoint.config import Quantization
 from runtime.util.errors import SpecDecError, UsageError
 
 COMMON = frozenset(
@@ -97,12 +96,6 @@ Force = Annotated[bool, option(OUTPUT, "Replace the output directory if specdec 
 
 USUAL_CHECKPOINT, USUAL_ENGINE = "checkpoint", "engine_outputs"
 """Directories that `convert` and `build` write, and that `build` and `run` read, where no flag names another."""
-QFORMATS: dict[str, QuantFormat | None] = {
-    "full_prec": None, "none": None, "int8": "int8", "int4": "int4", "fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4",
-}  # fmt: skip
-"""Formats of weights, by our names and TensorRT-LLM's."""
-KV_CACHE_DTYPES: dict[str, KVCacheDtype] = {"auto": "auto", "int8": "int8", "fp8": "fp8", "fp8_e4m3": "fp8"}
-"""Number formats of keys and values, by our names and vLLM's."""
 
 
 def check_has_more_bits(quantization: Quantization | None) -> None:
@@ -117,63 +110,6 @@ def check_has_more_bits(quantization: Quantization | None) -> None:
             "`--compare-activations` compares with activations of 8 bits, which the model has already: int8",
             hint="`--activations int16` gives the model more to compare",
         )
-
-
-def check_activations(flag: str, qformat: str | None, activations: str | None) -> None:
-    """UsageError for integer activations with weights that are not integers; `flag` sets the weights' format."""
-    if qformat == "fp8" and activations not in (None, "float"):
-        raise UsageError(
-            f"`--activations {activations}` needs weights that are integers: {flag} fp8", hint="leave it out"
-        )
-
-
-@dataclass(frozen=True)
-class DraftOutputOptions:
-    """Output layer that drafts; None where nothing was given."""
-
-    draft_vocab: Annotated[
-        str | None,
-        option(
-            SPECULATION,
-            "Token ids that a self-draft copy or a head may draft: a file of ids, traces or a corpus (their most "
-            "frequent ids), or `auto` (the ids that the tokenizer learned first). A head with a vocabulary of its "
-            "own keeps it.",
-            shown="all",
-            metavar="FILE|auto",
-        ),
-    ] = None
-    draft_vocab_size: Annotated[
-        int | None,
-        option(
-            SPECULATION,
-            "Number of token ids in `--draft-vocab`, such as 32000.",
-            shown="all listed; else a quarter of the vocabulary, up to 32,768",
-            min=1,
-        ),
-    ] = None
-    draft_output_layer: Annotated[
-        Literal["none", IntFormat] | None,
-        option(
-            SPECULATION,
-            "Number format of the output layer with which a head or a self-draft copy drafts: int8, int4 or none.",
-            shown="none",
-            metavar="NAME",
-        ),
-    ] = None
-    draft_layers: Annotated[
-        Literal["none", IntFormat] | None,
-        option(
-            SPECULATION,
-            "Number format of a trained head's other linear layers: int8, int4 or none.",
-            shown="none",
-            metavar="NAME",
-        ),
-    ] = None
-
-    @property
-    def settings(self) -> DraftOutputSettings:
-        qformat, layers = (None if one == "none" else one for one in (self.draft_output_layer, self.draft_layers))
-        return DraftOutputSettings(self.draft_vocab, self.draft_vocab_size, qformat, layers)
 
 
 @dataclass(frozen=True)

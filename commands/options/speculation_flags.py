@@ -290,50 +290,27 @@ class _Flags:
         )
 
     def check_used(self, names: Collection[str]) -> None:
-        """UsageError for a flag that no drafter takes."""
+        """UsageError for a flag that no drafter takes, or for a number that a drafter's list says too."""
         for flag, value in self.given.items():
-            users = users_of(flag)
-            if users and not any(user.description.name in names for user in users):
-                raise self._unused(flag, value, users)
-        if self.leader is not None:
-            self._check_leader_used(names, self.leader.values)
+            self._check_is_taken(flag, value, [user for user in users_of(flag) if user.description.name in names])
+        for flag, value in {} if self.leader is None else self.leader.values.items():
+            takers = [user for user in users_of(flag) if user.description.name in names]
+            self._check_is_taken(flag, value, takers)
+            if takers and all(self._list_says(taker, flag) for taker in takers):
+                own = config_flag(takers[0])
+                raise UsageError(
+                    f"`{as_flag(flag)}` and `{own}` say the same: {value}", hint="leave one of the two out"
+                )
 
-    def _unused(self, flag: str, value: Any, users: list[type[DrafterSpec]]) -> UsageError:
-        described = users[0].description
-        if any(setting.flag == flag for setting in users[0].models().values()):
-            if self.leader is not None:
-                return self._drafts_nothing(users, value)
-            return UsageError(f"`{as_flag(flag)}` needs `{config_flag(users[0])}`: {value}", hint=_form_hint(users[0]))
-        return UsageError(
-            f"`{as_flag(flag)}` is for {' or '.join(user.description.title for user in users)}: {value}",
-            hint=f"`{self._chosen_by(users[0])}`"
-            if self.leader is not None
-            else f"`{config_flag(users[0])}` chooses it; its form is {described.form}",
-        )
-
-    def _check_leader_used(self, names: Collection[str], values: Mapping[str, Any]) -> None:
-        """The same for flags of leader mode: a drafter that has a list takes of them what its list does not say."""
-        for flag, value in values.items():
-            users = users_of(flag)
-            free = [spec for spec in users if spec.description.name in names and not self._list_says(spec, flag)]
-            if free:
-                continue
-            if any(setting.leader_flag == flag for setting in users[0].models().values()):
-                raise self._drafts_nothing(users, value)
-            algorithm = self._chosen_by(users[0])
-            verb = f"is for `{algorithm}`" if len(users) == 1 else "needs `--spec-decode-algo`"
-            is_one = "" if len(users) == 1 else " is one"
-            raise UsageError(
-                f"`{as_flag(flag)}` {verb}: {value}",
-                hint=f"`{algorithm}`{is_one}; `{config_flag(users[0])}` has its own numbers",
-            )
-
-    def _drafts_nothing(self, users: list[type[DrafterSpec]], value: Any) -> UsageError:
-        """UsageError for a model by which none of the drafters drafts."""
-        spec = next((user for user in users if user.reads(value)), users[0])
-        title = spec.description.title
-        return UsageError(
-            f"{_with_article(title)} needs `{self._chosen_by(spec)}`: {value}", hint="or leave the model out"
+    def _check_is_taken(self, flag: str, value: Any, takers: list[type[DrafterSpec]]) -> None:
+        users = users_of(flag)
+        if not users or takers:
+            return
+        spec = next((user for user in users if user.models() and user.reads(value)), users[0])
+        chooser = example_of(spec) if self.leader is None else self._chosen_by(spec)
+        raise UsageError(
+            f"no drafter takes `{as_flag(flag)}`: {value}",
+            hint=f"`{chooser}` chooses a drafter that does, or leave the flag out",
         )
 
     def _list_says(self, spec: type[DrafterSpec], flag: str) -> bool:

@@ -1,5 +1,6 @@
 """Spellings of flags: hyphens or underscores, and the names that other programs have for them, or we had before."""
 
+from collections.abc import Iterator
 from functools import cache
 
 # TensorRT-LLM's name, or one of before -> ours, after underscores have become hyphens.
@@ -111,21 +112,32 @@ def with_usual_values(arguments: list[str], command: str) -> list[str]:
     return filled
 
 
+def read_arguments(
+    arguments: list[str], options_with_value: frozenset[str], command: str
+) -> Iterator[tuple[str, str, str | None]]:
+    """(word as it is written, our name of the flag, its value) for each argument before `--`, such as
+    (`--max_model_len`, `max-seq-len`, `4096`). The value is None for a switch; a word that is no flag has the name "".
+    """
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            return
+        flag, equals, value = argument.partition("=")
+        name = normalize_name(flag.removeprefix("--"), command) if flag.startswith("-") else ""
+        if name in options_with_value:
+            yield flag, name, value if equals else next(rest, None)
+        else:
+            yield argument, name, None
+
+
 def empty_value(arguments: list[str], options_with_value: frozenset[str], command: str) -> str | None:
     """The first flag whose value is empty, or "" for an argument that is: as a path it would be the current directory.
 
     `run`'s arguments are texts.
     """
-    rest = iter(arguments)
-    for argument in rest:
-        flag, equals, value = argument.partition("=")
-        name = normalize_name(flag.removeprefix("--"), command)
-        if argument == "--" or (not argument and command == "run"):
-            return None
-        if not argument:
+    for word, name, value in read_arguments(arguments, options_with_value, command):
+        if not word and command != "run":
             return ""
-        if not flag.startswith("--") or name not in options_with_value:
-            continue
-        if not (value if equals else next(rest, flag)) and name not in OF_TEXT:
-            return flag
+        if value == "" and name not in OF_TEXT:
+            return word
     return None

@@ -5,13 +5,14 @@ show one. Only ASCII is in them, so that any terminal can show them.
 """
 
 import re
+import shutil
 import textwrap
 from collections.abc import Iterable, Set
 from typing import Any
 
 from commands.output.help import INPUT, OUTPUT, SAMPLING, SERVER, SPECULATION
 
-_WIDTH, _HELP_COLUMN = 80, 27
+WIDTH, _LEAST_WIDTH, _HELP_COLUMN = 80, 40, 27
 _MODEL = "Model"
 _GROUPS = {
     "Start": {
@@ -103,7 +104,12 @@ _BRIEFS = {
 """Text of `--help` for a flag, where the first words of its help are too long."""
 
 
-def overview(commands: Set[str], examples: Iterable[str]) -> str:
+def terminal_width() -> int:
+    """Columns that a help may have: those of the terminal, at most 80, and 40 on a narrower one."""
+    return max(min(shutil.get_terminal_size().columns, WIDTH), _LEAST_WIDTH)
+
+
+def overview(commands: Set[str], examples: Iterable[str], width: int = WIDTH) -> str:
     """The text of `specdec --help`: what to start with, and the commands in groups. `examples` come first."""
     lines = ["Usage: specdec COMMAND ...     (`specdec COMMAND --help` shows its flags)", ""]
     lines += ["Faster answers from the same model: a drafter guesses, the model checks.", "Start with:"]
@@ -111,39 +117,58 @@ def overview(commands: Set[str], examples: Iterable[str]) -> str:
     lines += textwrap.wrap(
         "A model is `demo`, a directory, a GGUF file or a hub id. AUTO drafts where that saves time; "
         "`specdec tune MODEL` finds what is fastest for your prompts.",
-        _WIDTH,
+        width,
     )
     for group, texts in _GROUPS.items():
-        lines += [group, *(_row(name, text, 13) for name, text in texts.items() if name in commands)]
+        lines += [group, *(_row(name, text, 13, width) for name, text in texts.items() if name in commands)]
     others = sorted(commands - {name for texts in _GROUPS.values() for name in texts})
     lines += ["Others", f"  {', '.join(others)}"] if others else []
     lines += ["--version (-V); --debug shows tracebacks; --install-completion completes words"]
-    return _plain(lines)
+    return _plain(lines, width)
 
 
-def short_help(name: str, command: Any, common: Iterable[str], examples: Iterable[str]) -> str:
-    """The text of `specdec NAME --help`: examples, and the `common` flags, each with a line."""
+def short_help(command: Any, common: Iterable[str], examples: Iterable[str], width: int = WIDTH) -> str:
+    """The text of `specdec COMMAND --help`: examples, and the `common` flags, each with a line."""
+    name = command.name or ""
     shown = [param for param in command.params if param.name in common and not getattr(param, "hidden", False)]
     arguments = [param for param in shown if param.param_type_name == "argument"]
     words = " ".join(_argument(param) for param in arguments)
     lines = [f"Usage: specdec {' '.join([name, words]).strip()} [FLAGS]", ""]
-    lines += textwrap.wrap(_first_sentence(command.help or ""), _WIDTH)
+    lines += textwrap.wrap(_first_sentence(command.help or ""), width)
     lines += ["", *(f"  {example}" for example in examples)]
     for panel in _PANELS:
         own = sorted((param for param in shown if _panel(param) == panel), key=_place)
-        rows = [_row(_names(param), _brief(name, param), _HELP_COLUMN) for param in own]
+        rows = [_row(_names(param), _brief(name, param), _HELP_COLUMN, width) for param in own]
         lines += [panel, *rows] if rows else []
-    return _plain([*lines, _row("--help-all", _BRIEFS["help_all"], _HELP_COLUMN)])
+    return _plain([*lines, _row("--help-all", _BRIEFS["help_all"], _HELP_COLUMN, width)], width)
 
 
-def _plain(lines: Iterable[str]) -> str:
-    return "\n".join(lines) + "\n"
+def _plain(lines: Iterable[str], width: int) -> str:
+    """The lines as a text; below 80 columns those that are too long are broken, commands so that a shell takes them."""
+    shown = lines if width == WIDTH else [part for line in lines for part in _broken(line, width)]
+    return "\n".join(shown) + "\n"
 
 
-def _row(names: str, text: str, column: int) -> str:
+def _broken(line: str, width: int) -> list[str]:
+    if len(line) <= width or "\n" in line:
+        return [line]
+    if not line.startswith("  specdec "):
+        return textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
+    words = re.findall(r"(?:\"[^\"]*\"|'[^']*'|\S)+", line)
+    parts = [f"  {words[0]}"]
+    for word in words[1:]:
+        if len(parts[-1]) + len(word) + 3 <= width:  # a space before, and a backslash behind
+            parts[-1] += f" {word}"
+        else:
+            parts[-1] += " \\"
+            parts.append(f"    {word}")
+    return parts
+
+
+def _row(names: str, text: str, column: int, width: int) -> str:
     first = f"  {names}".ljust(column)
     first = first if first.endswith(" ") else f"{first}  "
-    return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=" " * column)
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * column)
 
 
 def _panel(param: Any) -> str:

@@ -28,7 +28,7 @@ from runtime.llm import LLM
 from runtime.proof.receipts import num_lines
 from runtime.proof.records import in_words
 from runtime.proof.regress import Compared, Comparison, OldAnswer, generate_new, read_old_answers
-from runtime.text.text import decode, output_text, stop_words_of
+from runtime.text.text import decode, output_text, stop_words_of, text_or_ids
 from runtime.text.traces import read_trace
 from runtime.util.errors import SpecDecError
 
@@ -328,9 +328,7 @@ def _texts(one: Compared, llm: LLM) -> dict[str, Any]:
         else []
     )
 
-    def text(tokens: list[int], before: list[int]) -> str:
-        return " ".join(map(str, tokens)) if llm.tokenizer is None else decode(llm.tokenizer, tokens, before)
-
+    text = partial(text_or_ids, llm.tokenizer)
     before = [*prompt, *same]
     return {
         "prompt": text(prompt, []),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from commands.options.leader_flags import ModelEngineOptions
+from commands.options.engine_flags import ModelEngineOptions
 from commands.options.model_word import named_by
 from commands.output.help import INPUT, OUTPUT, RUNTIME, option
 from runtime.util.errors import SpecDecError, UsageError

@@ -11,7 +11,6 @@ from typing import Any
 from rich.table import Table
 
 from commands.inputs.prompts import Prompt, without_padding
-from commands.options.sessions import engine_settings
 from commands.output.documents.records import document_head
 from commands.output.output import Output, number
 from commands.train.document import AcceptedLength, TrainDocument, TrainSettings
@@ -24,9 +23,8 @@ from commands.train.flags import (
     TrainOptions,
     TrainResults,
 )
-from runtime.builder.engine_cache import engine_of_model
+from runtime.builder.engine_cache import engine_of_model, settings_of
 from runtime.builder.profile import engine_digest, model_digest
-from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN
 from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
@@ -124,7 +122,7 @@ def _open_target(
     config = read_model_config(resolve_model(inputs.target))
     heads = [given] if isinstance(given, HeadConfig) else []
     states = read_states_of(num_layers_of(config)) if given is None else states_of_heads(heads, config)
-    settings = engine_settings(results.engines, USUAL_MAX_DRAFT_LEN, states)
+    settings = settings_of(results.engines.options, hidden_states=states)
     use_cache = not results.engines.no_cache
     engine = engine_of_model(inputs.target, settings, use_cache=use_cache, phases=output.phases)
     llm = LLM(stack.enter_context(engine), kv_cache=KVCacheConfig(block_reuse=False))

@@ -232,13 +232,19 @@ def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Out
     candidate = recommended.candidate
     if not candidate:
         output.result(f"recommended: no drafter; none is faster by more than noise{_spread(confirmation)}")
-        if (num := len(recommended.measured.generation.sequences)) < _FEW_REQUESTS:
-            output.result(f"requests that were timed: {num}, too few to tell small gains from noise; give more prompts")
     else:
         output.result(f"recommended: {_name(candidate)}, {recommended.measured_speedup:.2f}x as fast as no drafter")
+    if (num := len(recommended.measured.generation.sequences)) < _FEW_REQUESTS:
+        output.warning(_little_evidence(num))
     output.result(f"to use it: {_use_of(tuning, confirmation)} …")
     if output.quiet:
         output.text(_flags_of(tuning, candidate))
+
+
+def _little_evidence(num_requests: int) -> str:
+    """Sentence on a recommendation from so few requests."""
+    requests = "one request was timed" if num_requests == 1 else f"{num_requests} requests were timed"
+    return f"{requests}, too few to tell small gains from noise, or to speak for other prompts; give more prompts"
 
 
 def _spread(confirmation: Confirmation) -> str:
@@ -433,7 +439,7 @@ def tune_engine(
 
 def _in_eight_bits(choice: EngineChoice, llm: LLM, answered: Answered, output: Output) -> InEightBits:
     """The answers by a second engine of the model, whose activations have 8 bits, beside the first."""
-    in_eight = replace(choice.models, engines=replace(choice.built_for, activations="int8"))
+    in_eight = replace(choice.models, engines=choice.built_for.changed(activations="int8"))
     with engines_made(replace(choice, models=in_eight), output) as made, open_engine(made) as eight:
         return compare_activations(llm, eight, answered.traces)
 

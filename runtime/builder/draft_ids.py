@@ -39,11 +39,9 @@ def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoi
     vocab_size: int = parse_pretrained_config(config, str(directory / "config.json")).vocab_size
     if size is not None and size >= vocab_size:
         raise UsageError(
-            f"a draft vocabulary must be smaller than the model's {vocab_size} ids: {size}",
-            hint="lower it, or draft all ids",
-            code="draft_vocab_size",
-            vocab_size=vocab_size,
-            size=size,
+            f"draft_vocab_size is not below the vocabulary of {vocab_size}: {size}",
+            hint="lower it, or leave the draft vocabulary out",
+            name="draft_vocab_size",
         )
     tokenizer = find_tokenizer(directory, config)
     end_ids = find_end_ids(directory, config, tokenizer)

@@ -9,17 +9,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from runtime.builder.choosing import check_is_aot, compiler_for, without_kernels
+from runtime.builder.engine_options import EngineOptions, draft_output_of
 from runtime.checkpoint.bundle import check_step_files, check_tokenizer_files, read_bundle, uses_kernels
 from runtime.checkpoint.checkpoint_dir import check_not_split
 from runtime.checkpoint.checksums import CONFIG, NOT_RECORDED
 from runtime.checkpoint.config import (
+    USUAL_MAX_BATCH_SIZE,
     USUAL_MAX_DRAFT_LEN,
     Activations,
     BuildConfig,
@@ -30,6 +33,7 @@ from runtime.checkpoint.config import (
     QuantConfig,
     QuantFormat,
     SelfDraft,
+    max_draft_len_for,
     usual_max_seq_len,
 )
 from runtime.checkpoint.costs import MeasuredCosts, keep_costs
@@ -88,7 +92,7 @@ class EngineSettings:
     """
 
     dtype: Dtype | None = None
-    max_batch_size: int = 4
+    max_batch_size: int = USUAL_MAX_BATCH_SIZE
     max_seq_len: int | None = None
     max_draft_len: int = USUAL_MAX_DRAFT_LEN
     """0: takes no drafts (a draft model's engine)."""
@@ -130,6 +134,37 @@ class EngineSettings:
             self_draft=None if self.self_draft is None else SelfDraft(self.self_draft),
             hidden_states=self.hidden_states,
         )
+
+
+def settings_of(
+    options: EngineOptions, heads: Seq[HeadConfig] = (), hidden_states: tuple[int, ...] = ()
+) -> EngineSettings:
+    """Settings of the engine of a model that answers, and that these heads draft for."""
+    same: dict[str, Any] = {one.name: options[one.name] for one in fields(EngineSettings) if one.name in options}  # type: ignore[literal-required]
+    if same.get("dtype") == "auto":
+        same["dtype"] = None
+    return EngineSettings(
+        **same,
+        tp_size=options.get("tensor_parallel_size", 1),
+        hidden_states=hidden_states,
+        draft_output=draft_output_of(options),
+        heads=tuple(heads),
+    )
+
+
+def settings_of_draft_model(options: EngineOptions, num_masks: int) -> EngineSettings:
+    """Settings of a draft model's engine, whose steps take so many mask tokens behind a sequence: it is not split, and
+    keeps its weights as they are.
+    """
+    return replace(
+        settings_of(options),
+        max_draft_len=max_draft_len_for(num_masks),
+        self_draft=None,
+        tp_size=1,
+        quantization=None,
+        kv_cache_dtype="auto",
+        draft_output=DraftOutputSettings(),
+    )
 
 
 def no_phases() -> AbstractContextManager[Callable[[str], None]]:

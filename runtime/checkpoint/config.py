@@ -246,7 +246,7 @@ class DraftOutput:
         return (self.qformat or self.layers) is not None
 
 
-USUAL_MAX_DRAFT_LEN = 10
+USUAL_MAX_BATCH_SIZE, USUAL_MAX_DRAFT_LEN = 4, 10
 
 
 def max_draft_len_for(num_masks: int) -> int:
@@ -480,7 +480,9 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
 
 
 def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
-    """UsageError for an argument whose value does not have the type that `kind` (a dataclass or TypedDict) declares."""
+    """UsageError for an argument whose value does not have the type that `kind` (a dataclass or TypedDict) declares,
+    with the hint of its description, if it has one.
+    """
     from pydantic import ValidationError
 
     types = typing.get_type_hints(kind, include_extras=True)
@@ -491,8 +493,10 @@ def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
             _adapter(types[name]).validate_python(value, strict=True)
         except ValidationError as error:
             forms = dict.fromkeys(filter(None, map(_form, error.errors())))
+            hints = [hint for one in getattr(types[name], "__metadata__", ()) if (hint := getattr(one, "hint", None))]
             raise UsageError(
-                f"{name} must be {' or '.join(forms)}: {value!r:.100}", hint="leave it out, or correct its value"
+                f"{name} must be {' or '.join(forms)}: {value!r:.100}",
+                hint=(hints or ["leave it out, or correct its value"])[0],
             ) from None
 
 

@@ -71,6 +71,10 @@ def is_shipped(name: str) -> bool:
     return name in _SHIPPED
 
 
+def shipped_models() -> list[str]:
+    return [*_SHIPPED]
+
+
 def files_of_model(model_dir: Path) -> list[Path]:
     """Files that determine what the model computes."""
     if is_gguf(model_dir):

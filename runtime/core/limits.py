@@ -92,9 +92,6 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
         raise SpecDecError(
             f"top_k exceeds the vocabulary of {vocab_size}: {request.sampling.top_k}",
             hint="give at most the size of the vocabulary, or 0 for all tokens",
-            code="top_k",
-            size=vocab_size,
-            top_k=request.sampling.top_k,
             field="top_k",
         )
 

@@ -442,9 +442,7 @@ class SamplingParams:
             raise UsageError(what, hint="lower min_tokens, or raise max_tokens", field="min_tokens")
         for name, words in (("stop", self.stop_words), ("bad_words", tuple(self.bad_words or ()))):
             if any(not word for word in words):
-                raise UsageError(
-                    f"{name} has an empty word: ''", hint="leave it out", code="empty_word", name=name, field=name
-                )
+                raise UsageError(f"{name} has an empty word: ''", hint="leave it out", field=name)
         self.config()
         self.output_grammar  # noqa: B018  # or what is wrong with it
 

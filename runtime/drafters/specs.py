@@ -172,13 +172,10 @@ class NgramDrafter(LookupDrafter):
         super().__post_init__()
         if self.min_matching_ngram_size > self.max_matching_ngram_size:
             raise UsageError(
-                f"min_matching_ngram_size exceeds the longest, {self.max_matching_ngram_size}: "
+                f"min_matching_ngram_size exceeds the longest n-gram to look up, {self.max_matching_ngram_size}: "
                 f"{self.min_matching_ngram_size}",
                 hint="lower it, or look up longer n-grams (max_matching_ngram_size)",
-                code="ngram_sizes",
                 name="min_matching_ngram_size",
-                longest=self.max_matching_ngram_size,
-                shortest=self.min_matching_ngram_size,
             )
 
     @property

@@ -103,12 +103,9 @@ class KVCacheConfig:
         if not has_states or not self.block_reuse:
             why = "nothing is reused" if has_states else "the model has no states"
             raise UsageError(
-                f"states are kept along prompts for requests that reuse them, and {why}: state_checkpoint_interval "
-                f"{interval}",
+                f"state_checkpoint_interval is for requests that reuse states, and {why}: {interval}",
                 hint="leave it out",
-                code="state_interval",
-                why=why,
-                interval=interval,
+                name="state_checkpoint_interval",
             )
         return interval
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.builder.engine_cache import engine_of_model, settings_of, settings_of_draft_model
+from runtime.builder.engine_options import EngineOptions, draft_output_of
 from runtime.builder.profile import profile_for
 from runtime.checkpoint.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.checkpoint.checkpoint_dir import check_has_no_head
 from runtime.checkpoint.config import (
     check_arguments,
-    max_draft_len_for,
 )
 from runtime.checkpoint.costs import CostModel
 from runtime.checkpoint.generation_config import ModelDefaults, read_model_defaults
@@ -43,7 +43,7 @@ from runtime.drafters.specs import AnySpec
 from runtime.drafters.speculation import Speculation
 from runtime.engine.devices import check_device_ids
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
-from runtime.llm.options import EngineOptions, engine_options_for, own_names, take_draft_output, usual_speculation
+from runtime.llm.options import engine_options_for, own_names, usual_speculation
 from runtime.llm.prompts import Prompt, prompts_of
 from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
@@ -517,7 +517,7 @@ class LLM:
 
     def check_receipts(self, receipts: Iterable[Mapping[str, Any]], rule: "Rule | None" = None) -> "list[Finding]":
         """Check answers by the JSON objects of their receipts: would this engine have given these tokens?"""
-        reads = (read_row(dict(row), f"receipt {number}", {}) for number, row in enumerate(receipts, 1))
+        reads = (read_row(row, f"receipt {number}", {}) for number, row in enumerate(receipts, 1))
         return list(self.checker(rule).check(reads))
 
     def checker(self, rule: "Rule | None" = None) -> "Checker":
@@ -597,11 +597,8 @@ class LLM:
         foreign = next((i for i in own if not 0 <= i < self.bundle.config.vocab_size), None)
         if foreign is not None:
             raise SpecDecError(
-                f"an end id is outside the vocabulary of {self.bundle.config.vocab_size}: {foreign}",
+                f"stop_token_ids has an id outside the vocabulary of {self.bundle.config.vocab_size}: {foreign}",
                 hint="give an id of the engine's tokenizer",
-                code="end_id",
-                size=self.bundle.config.vocab_size,
-                end_id=foreign,
                 field="stop_token_ids",
             )
         return own if params.ignore_eos else own | self.end_ids
@@ -626,23 +623,16 @@ class LLM:
         is_model = path.is_dir() or path.suffix.lower() == ".gguf" or is_gguf(path)
         if is_engine_dir(path) or (isinstance(model, Path) and not is_model):
             return path
-        options: dict[str, Any] = dict(self._engine_options)
-        use_cache = options.pop("use_cache", True)
-        if options.get("dtype") == "auto":
-            options["dtype"] = None
-        head, drafts = options.pop("head", None), take_draft_output(options)
-        options["tp_size"] = options.pop("tensor_parallel_size", 1)
+        options, use_cache = self._engine_options, self._engine_options.get("use_cache", True)
         if num_masks is None:
-            is_split = options["tp_size"] > 1  # of which no head drafts
+            head, is_split = options.get("head"), options.get("tensor_parallel_size", 1) > 1  # no head drafts for it
             head = model if head is None and not is_split and has_mtp_head(model) else head
             heads = [] if head is None else [read_head(head)]
-            drafts.check(heads, has_copy=options.get("self_draft") is not None)
-            options |= {"draft_output": drafts, "heads": tuple(heads)}
-            options["hidden_states"] = hidden_states_for(heads, str(model))
-        else:  # a draft model is not split, and keeps its weights as they are
-            options |= {"max_draft_len": max_draft_len_for(num_masks), "self_draft": None, "tp_size": 1}
-            options |= {"quantization": None, "kv_cache_dtype": "auto"}
-        return self._stack.enter_context(engine_of_model(str(model), EngineSettings(**options), use_cache=use_cache))
+            draft_output_of(options).check(heads, has_copy=options.get("self_draft") is not None)
+            settings = settings_of(options, heads, hidden_states_for(heads, str(model)))
+        else:
+            settings = settings_of_draft_model(options, num_masks)
+        return self._stack.enter_context(engine_of_model(str(model), settings, use_cache=use_cache))
 
 
 def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:

@@ -3,50 +3,15 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, cast
 
+from runtime.builder.engine_options import OTHER_NAMES, EngineOptions
 from runtime.builder.profile import profile_for_model
-from runtime.checkpoint.config import (
-    USUAL_MAX_DRAFT_LEN,
-    Activations,
-    Compiler,
-    Count,
-    Dtype,
-    IntFormat,
-    KVCacheDtype,
-    QuantFormat,
-    Size,
-)
-from runtime.drafters.heads.head_config import DraftOutputSettings
+from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.speculative_config import speculation_of_config
 from runtime.engine.engine import KVCacheConfig
 from runtime.util.errors import UsageError
-
-
-class EngineOptions(TypedDict, total=False):
-    """Build options of a model's engine (`runtime.builder.engine_cache.EngineSettings`)."""
-
-    dtype: Literal["auto"] | Dtype
-    max_batch_size: Size
-    max_seq_len: Size | None
-    max_draft_len: Count
-    self_draft: IntFormat | None
-    head: str | Path | None
-    draft_vocab: str | Path | None
-    draft_vocab_size: Size | None
-    draft_output_layer: IntFormat | None
-    draft_layers: IntFormat | None
-    quantization: QuantFormat | None
-    kv_cache_dtype: KVCacheDtype
-    activations: Activations | None
-    compiler: Compiler | None
-    tensor_parallel_size: Size
-    use_cache: bool
-    max_num_seqs: Size
-    """vLLM's name of `max_batch_size`."""
-    max_model_len: Size | None
-    """vLLM's name of `max_seq_len`."""
 
 
 class LLMOptions(EngineOptions, total=False):
@@ -61,7 +26,6 @@ class LLMOptions(EngineOptions, total=False):
     profile: str | Path | None
 
 
-_OF_VLLM = {"max_num_seqs": "max_batch_size", "max_model_len": "max_seq_len"}
 _INSTEAD = {
     "disable_log_stats": "nothing: an output has its own `stats`",
     "enable_chunked_prefill": "`max_num_tokens`: prompts are always computed in parts",
@@ -107,20 +71,15 @@ def own_names(options: Mapping[str, Any]) -> EngineOptions:
     names.
     """
     engine: dict[str, Any] = {}
+    given: dict[str, str] = {}
     for name, value in options.items():
         if name not in EngineOptions.__annotations__:
             instead = f": use {_INSTEAD[name].format(value=value)}" if name in _INSTEAD else ""
             raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{name}'{instead}")
-        own = _OF_VLLM.get(name, name)
+        own = OTHER_NAMES.get(name, name)
         if own in engine:
             raise UsageError(
-                f"{own} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
+                f"{given[own]} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
             )
-        engine[own] = value
+        engine[own], given[own] = value, name
     return cast(EngineOptions, engine)
-
-
-def take_draft_output(options: dict[str, Any]) -> DraftOutputSettings:
-    """Take out of the options those about the output layer and the other layers that draft."""
-    vocab, *others = (options.pop(f"draft_{name}", None) for name in ("vocab", "vocab_size", "output_layer", "layers"))
-    return DraftOutputSettings(None if vocab is None else str(vocab), *others)

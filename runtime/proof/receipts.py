@@ -6,6 +6,7 @@ Only drafts that are verified by probabilities draw with other numbers; `drawn` 
 by its likelihood.
 """
 
+import codecs
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -80,6 +81,7 @@ def read_receipts(path: Path, answers: Answers | None = None) -> Iterator[Read]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), 1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield from _read_line(line, f"line {number} of {path}", answers or {})
     except OSError as error:
@@ -148,8 +150,11 @@ def choices_of(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from (one for one in choices if isinstance(one, dict)) if isinstance(choices, list) else ()
 
 
-def read_row(row: dict[str, Any], where: str, answers: Answers) -> Read:
+def read_row(row: object, where: str, answers: Answers) -> Read:
     """A receipt's object; its problem is a sentence about `where`."""
+    if not isinstance(row, Mapping):
+        return Read(where, None, f"{where} has no receipt: {shown(row)}")
+    row = dict(row)
     try:
         receipt = parse(Receipt, row, where)
         for name in ("prompt_ids", "output_ids"):

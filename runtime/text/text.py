@@ -268,10 +268,7 @@ def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
         raise UsageError(
             f"{name} has a word that the tokenizer turns into no tokens: {word!r}",
             hint="leave it out",
-            code="foreign_word",
-            name=name,
             field=name,
-            word=word,
         )
     return tokens
 
@@ -344,6 +341,11 @@ def decode(tokenizer: Tokenizer, tokens: Seq[int], before: Seq[int] = ()) -> str
     """
     texts = texts_after(tokenizer, before)
     return "".join(map(texts.add, tokens)) + texts.end()
+
+
+def text_or_ids(tokenizer: Tokenizer | None, tokens: Seq[int], before: Seq[int] = ()) -> str:
+    """`decode`, or the ids themselves without a tokenizer."""
+    return " ".join(map(str, tokens)) if tokenizer is None else decode(tokenizer, tokens, before)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The lines of a traces file: their digests, and whether they are valid. Needs no torch."""
 
+import codecs
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def is_like_traces(path: Path) -> bool:
     check_regular(path)
     with path.open("rb") as file:
         start = file.read(_NUM_READ)
-    return start.lstrip().startswith(b"{") and b'"prompt' in start.partition(b"\n")[0]
+    return start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and b'"prompt' in start.partition(b"\n")[0]
 
 
 def check_trace_lines(path: Path) -> tuple[int, int]:

@@ -485,6 +485,13 @@ def cached_engines() -> list[CachedEngine]:
     return sorted(found, key=lambda engine: (engine.used_s, engine.path), reverse=True)
 
 
+def cached_names() -> list[str]:
+    """Names of the models that have engines in the cache, as `specdec list` shows them."""
+    directory = cache_dir() / "engines"
+    entries = filter(_is_entry, directory.iterdir()) if directory.is_dir() else ()
+    return sorted({path.name.rpartition("-")[0] for path in entries})
+
+
 def other_bytes() -> int:
     """Size of everything else in the cache: compiled kernels, digests, and leftovers of interrupted commands."""
     return unique_bytes([cache_dir()]) - engines_bytes(cached_engines())

@@ -1,5 +1,5 @@
-"""Keeps README.md and docs/ true: flag tables come from the commands, the list of rooms from the packages' docstrings,
-and the walk's output from running the walk.
+"""Keeps README.md and docs/ true: flag tables come from the commands, the arguments of `LLM` from the descriptions of
+an engine's options, the list of rooms from the packages' docstrings, and the walk's output from running the walk.
 
 python -m scripts.tools.update_docs           flag tables, rooms, and the texts of `--help` that are kept ready
 python -m scripts.tools.update_docs --walk    the same, and the output of the walk's commands, run in a new directory
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import typer.main
 
 from commands.output.help import sort_by_panel
+from runtime.builder.engine_options import OPTIONS, OTHER_NAMES
 from specdec_cli.app import app, help_texts
 from specdec_cli.start import with_headings
 
@@ -69,6 +70,18 @@ def _default(option: Any) -> str:
     return "on" if option.default is True else f"`{option.default}`"
 
 
+def engine_options_table() -> str:
+    """A Markdown table of the options of a model's engine, which are arguments of `LLM`."""
+    others: dict[str, list[str]] = {}
+    for name, own in OTHER_NAMES.items():
+        others.setdefault(own, []).append(f"`{name}`")
+    rows = [
+        f"| {', '.join([f'`{name}`', *others.get(name, [])])} | {one.shown_default} | {one.help} |"
+        for name, (_, one) in OPTIONS.items()
+    ]
+    return "\n".join(["| argument | default | meaning |", "|---|---|---|", *rows])
+
+
 def room_table(package: str) -> str:
     """A Markdown table of a package's rooms: every folder with an `__init__.py`, and its docstring."""
     rows = [
@@ -90,6 +103,8 @@ def with_tables(text: str) -> str:
     def rooms(match: re.Match[str]) -> str:
         return f"<!-- rooms: {match[1]} -->\n\n{room_table(match[1])}\n\n<!-- end -->"
 
+    options = f"<!-- engine options -->\n\n{engine_options_table()}\n\n<!-- end -->"
+    text = re.sub(r"<!-- engine options -->\n.*?<!-- end -->", lambda _: options, text, flags=re.DOTALL)
     text = re.sub(r"<!-- rooms: (\w+) -->\n.*?<!-- end -->", rooms, text, flags=re.DOTALL)
     return re.sub(r"<!-- flags: ([\w ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 

@@ -1,7 +1,7 @@
 """Result of a command, its JSON, what it left on disk, and a few prompts: what tests of the command line share."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,6 +49,19 @@ Specdec = Callable[..., Result]
 def each(flag: str, values: Iterable[Any]) -> list[Any]:
     """A repeatable flag with all of its values."""
     return [argument for value in values for argument in (flag, value)]
+
+
+def with_last_values(arguments: Sequence[object]) -> list[str]:
+    """The arguments of a base and of what a test has otherwise: of a flag with two values the last."""
+    words = list(map(str, arguments))
+    places = {word: place for place, word in enumerate(words) if word.startswith("--")}
+    kept, rest = list[str](), enumerate(words)
+    for place, argument in rest:
+        if place < places.get(argument, place) and argument not in ("--input-text", "--text"):
+            next(rest)
+        else:
+            kept.append(argument)
+    return kept
 
 
 def draft_model(draft_engine_dir: Path, config: str = "[4,[0],[0],False]") -> list[object]:

@@ -105,7 +105,8 @@ def run(specdec: Specdec, llama_engine_dir: Path) -> Callable[..., Result]:
     def call(*arguments: object) -> Result:
         given = {str(argument).partition("=")[0] for argument in arguments}
         prompt = [] if given & {"--input-text", "--input-file"} else ["--input-text", PROMPT]
-        return specdec("run", "--engine-dir", llama_engine_dir, *prompt, *arguments)
+        engine = [] if "--engine-dir" in given else ["--engine-dir", llama_engine_dir]
+        return specdec("run", *engine, *prompt, *arguments)
 
     return call
 

@@ -63,7 +63,8 @@ def batch(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path) -> Batch
     def call(rows: list[Row] | None, *arguments: object, output: str = "results.jsonl") -> Result:
         if rows is not None:
             write(tmp_path / "requests.jsonl", rows)
-        files = ["-i", tmp_path / "requests.jsonl", "-o", tmp_path / output]
+        files = {"-i": tmp_path / "requests.jsonl", "-o": tmp_path / output}
+        files = [part for flag, path in files.items() if flag not in arguments for part in (flag, path)]
         return specdec("batch", *files, "--engine-dir", llama_uncompiled_dir, *arguments)
 
     return call

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import PROMPT, PROMPTS, Result, Specdec, assert_valid, each, ids_of, tree
+from sentences import Said
 from test_cli_errors import assert_one_clear_error
 from transformers import PreTrainedTokenizerFast
 
@@ -130,7 +131,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
 @pytest.mark.parametrize(("command", "exit_code", "words", "change"), MISTAKES, ids=[m[0] for m in MISTAKES])
 def test_mistake_is_one_clear_error_and_leaves_nothing(
     command: str, exit_code: int, words: tuple[str, ...], change: Callable[[Path], Any] | None, specdec: Specdec,
-    directory: Path, other_tokenizer: PreTrainedTokenizerFast,
+    directory: Path, other_tokenizer: PreTrainedTokenizerFast, said: Said,
 ) -> None:  # fmt: skip
     other_tokenizer.save_pretrained(directory / "other")
     assert specdec(*shlex.split(CREATE.replace(" c ", " old ") + "--text text.txt")).exit_code == 0
@@ -139,7 +140,10 @@ def test_mistake_is_one_clear_error_and_leaves_nothing(
     if change:
         change(directory)
     before = {path: (directory / path).read_bytes() for path in tree(directory) if (directory / path).is_file()}
-    assert_one_clear_error(specdec(*shlex.split(command)), exit_code, words)
+    result = specdec(*shlex.split(command))
+    assert_one_clear_error(result, exit_code, words)
+    if "different tokenizers" in result.stderr:
+        said(result)
     after = {path: (directory / path).read_bytes() for path in tree(directory) if (directory / path).is_file()}
     assert after == before
 
@@ -164,7 +168,7 @@ def test_answers_given_before_are_drafted_from_a_corpus_of_them(
 
 def test_corpus_of_another_tokenizer_is_refused_before_the_engine_is_opened(
     specdec: Specdec, directory: Path, other_tokenizer: PreTrainedTokenizerFast,
-    llama_engine_dir: Path, monkeypatch: pytest.MonkeyPatch,
+    llama_engine_dir: Path, monkeypatch: pytest.MonkeyPatch, said: Said,
 ) -> None:  # fmt: skip
     other_tokenizer.save_pretrained(directory / "other")
     specdec(*shlex.split(CREATE.replace("tok ", "other ") + "--text text.txt"))
@@ -175,3 +179,4 @@ def test_corpus_of_another_tokenizer_is_refused_before_the_engine_is_opened(
     assert_one_clear_error(
         result, 1, ("the corpus was made with another tokenizer: c", "`specdec corpus create --tokenizer-dir`")
     )
+    said(result)

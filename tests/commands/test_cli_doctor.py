@@ -188,6 +188,15 @@ def test_healthy_settings_raise_no_alarm(ward: Ward, specdec: Specdec) -> None:
     assert found_in(specdec("doctor", "--engine-dir", ward.engine_dir, *two, "--json")) <= OF_THE_MACHINE
 
 
+def test_without_a_drafter_nothing_is_said_of_one(ward: Ward, specdec: Specdec) -> None:
+    arguments = ["doctor", "--engine-dir", ward.engine_dir, "--max-output-len", 4]
+    result = specdec(*arguments)
+    lines = [line for line in (result.stdout + result.stderr).splitlines() if "draft" in line.lower()]
+    assert lines == ["no drafter is given: `--spec-decode-algo SUFFIX` has one looked at too"]
+    assert "between two runs: 0 of 4" in result.stdout
+    assert "between two runs without the drafter: 0 of 4" in specdec(*arguments, *NGRAM).stdout
+
+
 def test_findings_are_shown_with_number_and_remedy(ward: Ward, specdec: Specdec) -> None:
     path = ward.directory / "page.html"
     result = specdec("doctor", *reuse_turned_off(ward), "--report", path)

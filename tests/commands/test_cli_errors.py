@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_line import Result, Specdec, edit_json, tree
+from command_line import Result, Specdec, edit_json, tree, with_last_values
 from draft_models import MakeDraftEngineDir
 from sentences import Said
 from shared import record_anew, shared_engine
@@ -220,7 +220,7 @@ WRONG_CONFIG = [
     ),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-ranking best", 2),
     case(RUN + "--ngram-config [4,2,[0]] --ngram-corpus articles.jsonl", 1, "articles.jsonl"),
-    case(SUMMARIZE + "--ngram-pool public", 2, "`--ngram-pool`", "public", "`--ngram-config`"),
+    case(SUMMARIZE + "--ngram-pool public", 2, "`--ngram-pool`", "public", "--ngram-config"),
     case(
         RUN + "--spec-decode-algo DRAFT_TARGET --draft-engine-dir none --ngram-ranking recent",
         2,
@@ -312,7 +312,7 @@ def drafting(engine: str, config: str = "[4,[0],[0],False]") -> str:
 
 
 DRAFTERS = [
-    case(RUN + "--draft-engine-dir draft", 2, "`--draft-engine-dir`", "`--draft-target-model-config`", "draft"),
+    case(RUN + "--draft-engine-dir draft", 2, "`--draft-engine-dir`", "--draft-target-model-config", "draft"),
     case(RUN + CONFIG, 2, "[4,[0],[0],False]", "`--draft-engine-dir`"),
     case(RUN + NGRAM + drafting("draft"), 2, "`--ngram-config`", "`--draft-target-model-config`"),
     case(
@@ -684,8 +684,21 @@ def flags_of_commands() -> dict[str, set[str]]:
     }
 
 
+def with_another_config(directory: Path) -> None:
+    (directory / "nothing" / "config.json").write_text("{}")
+
+
+OTHER_KINDS = [
+    case("build --checkpoint-dir engine --output-dir out", 1, "engine"),
+    case("build --checkpoint-dir none --output-dir out", 1, "none"),
+    case("run --engine-dir nothing --input-text a", 1, "nothing", damage=with_another_config),
+    case("run --engine-dir ckpt --input-text a", 1, "ckpt"),
+    case("tune --engine-dir engine --input-text a --batch-size 99", 1, "99"),
+    case("tune --engine-dir engine --input-text a --max-draft-len 11", 1, "11"),
+]
+
 CASES = [
-    *WRONG_CONFIG, *PROMPTS, *DRAFTERS, *SAMPLING, *MODELS, *CHECKPOINTS, *ENGINES,
+    *OTHER_KINDS, *WRONG_CONFIG, *PROMPTS, *DRAFTERS, *SAMPLING, *MODELS, *CHECKPOINTS, *ENGINES,
     *EMPTY_VALUES, *PLACES, *NUMBERS, *TOGETHER, *HAND_EDITED,
 ]  # fmt: skip
 
@@ -695,7 +708,7 @@ def test_mistake_is_one_clear_error_and_leaves_nothing(
     case: Case, specdec: Specdec, untouched: Path, draft_engines: dict[str, Path], request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch, said: Said,
 ) -> None:  # fmt: skip
-    arguments = shlex.split(case.arguments)
+    arguments = with_last_values(shlex.split(case.arguments))
     directory = untouched
     if case.damage:
         directory = request.getfixturevalue("directory")
@@ -782,7 +795,8 @@ def test_kv_cache_that_is_too_small_is_found_before_the_first_token(
     specdec: Specdec, directory: Path, said: Said
 ) -> None:
     """Its first steps would fit: 2 blocks hold the prompt, not all of the output."""
-    arguments = [*shlex.split(RUN), "--max-output-len", "60", "--max-tokens-in-paged-kv-cache", "24", "--streaming"]
+    arguments = shlex.split(RUN.replace("--max-output-len 8", "--max-output-len 60"))
+    arguments += ["--max-tokens-in-paged-kv-cache", "24", "--streaming"]
     result = specdec(*arguments, "--streaming-interval", 1, "--end-id", 0)
     assert_one_clear_error(result, 1)
     said(result, 24)

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import NGRAM, PROMPTS, Result, Specdec, assert_valid, draft_model, each, ids_of, line_of
+from command_line import (
+    NGRAM,
+    PROMPTS,
+    Result,
+    Specdec,
+    assert_valid,
+    draft_model,
+    each,
+    ids_of,
+    line_of,
+    with_last_values,
+)
 from draft_models import WITH_DRAFTS, MakeDraftEngineDir, with_noise
 from sentences import Said
 from tiny import eager_logits, make_model
@@ -38,14 +49,14 @@ def wide_draft_engine_dir(make_draft_engine_dir: MakeDraftEngineDir, tokenizer: 
 def run_wide(specdec: Specdec, wide_engine_dir: Path) -> Run:
     """`run` with three prompts, 12 tokens each."""
     arguments = ["run", "--engine-dir", wide_engine_dir, *each("--input-text", PROMPTS[:3]), "--max-output-len", 12]
-    return lambda *more: specdec(*arguments, *more)
+    return lambda *more: specdec(*with_last_values([*arguments, *more]))
 
 
 @pytest.fixture
 def summarize(specdec: Specdec, wide_engine_dir: Path, articles: Path) -> Run:
     """`summarize` of five articles, 12 tokens each, with the engine."""
     arguments = ["summarize", "--engine-dir", wide_engine_dir, "--dataset", articles, "--test-engine"]
-    return lambda *more: specdec(*arguments, "--output-len", 12, *more)
+    return lambda *more: specdec(*with_last_values([*arguments, "--max-output-len", 12, *more]))
 
 
 def lossless_of(document: dict[str, Any]) -> dict[str, Any]:

@@ -234,7 +234,11 @@ def test_restored_caches_states_splits_and_forms_give_exact_receipts(
             counts.append(llm.engine.prompt_tokens)
     assert counts[1].num_on_disk > 0
     with LLM(engine_dir, max_num_tokens=7) as llm:
-        findings = llm.check_receipts(receipts, "tokens")
+        *findings, none, text = llm.check_receipts([*receipts, None, "[]"], "tokens")  # type: ignore[list-item]
+    assert [(one.verdict, one.reason) for one in (none, text)] == [
+        ("not_checked", f"receipt {len(receipts) + 1} has no receipt: None"),
+        ("not_checked", f"receipt {len(receipts) + 2} has no receipt: '[]'"),
+    ]
     assert [one.verdict for one in findings] == ["exact"] * 2 * 2 * len(asked)
     if kind == "split":  # it adds in another order than a whole one, which is as another machine
         with LLM(make_engine_dir(make_model("llama"))) as llm:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from command_line import NGRAM, Result, Specdec, assert_valid, edit_json
+from command_line import NGRAM, Result, Specdec, assert_valid, edit_json, with_last_values
 from safetensors.torch import load_file, save_file
 from sentences import Said
 from tiny import hf_greedy
@@ -31,7 +31,7 @@ def summarize(specdec: Specdec, llama_engine_dir: Path, llama_dir: Path, article
     def call(*arguments: object) -> Result:
         where = ["--engine-dir", llama_engine_dir, "--hf-model-dir", llama_dir]
         dataset = [] if "--dataset" in arguments else ["--dataset", articles]
-        return specdec("summarize", *where, *dataset, "--output-len", 8, *arguments)
+        return specdec(*with_last_values(["summarize", *where, *dataset, "--output-len", 8, *arguments]))
 
     return call
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import PROMPTS, Result, Specdec, assert_valid, ids_of, tree
+from command_line import PROMPTS, Result, Specdec, assert_valid, ids_of, tree, with_last_values
 from safetensors.torch import load_file, save_file
 from test_cli_errors import assert_one_clear_error
 from tiny import make_model
@@ -40,7 +40,7 @@ def train(specdec: Specdec, llama_dir: Path, directory: Path) -> Callable[..., R
     def call(*arguments: object) -> Result:
         texts = [] if "--traces" in arguments else ["--input-file", "prompts.jsonl"]
         target = ["--model-dir", llama_dir, "--compiler", "none", "--output-dir", "head"]
-        return specdec("train", *target, *texts, *TRAIN, *arguments)
+        return specdec(*with_last_values(["train", *target, *texts, *TRAIN, *arguments]))
 
     return call
 

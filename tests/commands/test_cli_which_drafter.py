@@ -28,8 +28,11 @@ def test_a_model_with_an_mtp_head_and_a_draft_model_beside(
     specdec: Specdec, mtp_dirs: tuple[Path, Path], draft_engine_dir: Path
 ) -> None:
     model = mtp_dirs[1]
-    sample = [*each("--input-text", TEXTS), "--max-output-len", 12, "--compiler", "none", "--measure", "--json"]
-    document = specdec("drafters", model, *sample).document
+    sample = [*each("--input-text", TEXTS), "--max-output-len", 12, "--compiler", "none", "--measure"]
+    document = specdec("drafters", model, *sample, "--json").document
+    printed = "".join(specdec("drafters", model, *sample).stdout.split())
+    for one in document["tried"]:
+        assert one["draft_len"] == 0 or "".join(f"{one['drafter']}: {one['command']}".split()) in printed
     assert_valid("drafters", document)
     assert document["is_own_sample"] and document["num_prompts"] == 2
     tried: dict[str, dict[str, Any]] = {one["drafter"]: one for one in document["tried"]}

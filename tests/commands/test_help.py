@@ -58,6 +58,19 @@ def test_help_fits_in_two_screens(command: str, specdec: Specdec, monkeypatch: p
     assert "<bool>" not in shown
 
 
+@pytest.mark.parametrize("width", [50, 60, 79])
+def test_help_fits_a_narrow_terminal(width: int, specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words are the same, and a shell takes the commands as they are."""
+    for command in ("", *LONG, "build", "cache prune"):
+        wide = specdec(*command.split(), "--help").stdout
+        monkeypatch.setenv("COLUMNS", str(width))
+        shown = specdec(*command.split(), "--help").stdout
+        monkeypatch.delenv("COLUMNS")
+        assert max(map(len, shown.splitlines())) <= width
+        if command in ("", *LONG):
+            assert "".join(shown.replace(" \\\n", " ").split()) == "".join(wide.split())
+
+
 @pytest.mark.parametrize("command", LONG)
 def test_help_shows_the_common_flags_and_how_to_see_all(
     command: str, specdec: Specdec, monkeypatch: pytest.MonkeyPatch

@@ -128,7 +128,9 @@ def test_a_models_profile_is_taken_with_it_and_saved_as_its_default(
     run = ["run", llama_dir, PROMPT, "--max-output-len", 9, "--compiler", "none", "--json"]
     given = specdec(*run, "--profile", path, "--max-seq-len", 100).document["settings"]
     assert (given["ngram_config"]["ranking"], given["draft_len_mode"]) == ("frequent", "fixed")
-    assert_one_clear_error(specdec("run", "demo", PROMPT, "--profile", path), 1, (str(llama_dir), "not for demo"))
+    foreign = specdec("run", "demo", PROMPT, "--profile", path)
+    assert_one_clear_error(foreign, 1, (str(llama_dir), "not for demo"))
+    said(foreign)
     assert specdec(*run).document["settings"]["drafters"] == []
     save_profile(str(llama_dir), of_model)
     by_default = specdec(*run)
@@ -143,13 +145,17 @@ def test_a_models_profile_is_taken_with_it_and_saved_as_its_default(
     said(damaged, "`tune --save`")
 
 
-def test_profile_of_another_engine_is_refused(specdec: Specdec, path: Path, llama_engine_dir: Path) -> None:
+def test_profile_of_another_engine_is_refused(specdec: Specdec, path: Path, llama_engine_dir: Path, said: Said) -> None:
     other = path.parent / "other"
     shutil.copytree(llama_engine_dir, other)
     edit_json(other / "config.json", build_config__max_batch_size=2)
     result = specdec("run", "--engine-dir", other, "--input-text", PROMPT, "--profile", path)
     words = (f"for another engine, {llama_engine_dir}, not for {other}: {path}", "`specdec tune --engine-dir")
     assert_one_clear_error(result, 1, words)
+    said(result)
+    of_model = specdec("run", "demo", PROMPT, "--profile", path)
+    assert_one_clear_error(of_model, 1, ("demo",))
+    said(of_model)
 
 
 DAMAGES: list[tuple[str, Any]] = [

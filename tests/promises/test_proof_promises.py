@@ -296,7 +296,7 @@ def test_a_bad_line_is_a_sentence_and_the_others_are_checked(tmp_path: Path) -> 
         "longer than the": written(prompt_ids=(1,) * 200),
     }
     path = tmp_path / "receipts.jsonl"
-    path.write_text("".join(f"{good}\n{line}\n" for line in bad.values()), encoding="utf-8")
+    path.write_text("\ufeff" + "".join(f"{good}\n{line}\n" for line in bad.values()), encoding="utf-8")
     findings = list(checker_of(model).check(read_receipts(path)))
     assert [one.verdict for one in findings[::2]] == ["exact"] * len(bad)
     for said, finding in zip(bad, findings[1::2], strict=True):

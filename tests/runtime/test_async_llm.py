@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from waiting import HANG_S
 
+from runtime.builder.engine_options import OPTIONS
 from specdec_cli import (
     LLM,
     AsyncLLM,
@@ -131,6 +132,11 @@ def test_vllms_arguments_are_ours_or_are_answered(llama_uncompiled_dir: Path) ->
         LLM(llama_uncompiled_dir, max_modellen=8)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="max_batch_size and max_num_seqs"):
         LLM(llama_uncompiled_dir, max_batch_size=2, max_num_seqs=3)
+    with pytest.raises(UsageError, match="kv_cache_dtype must be .*: 'fp9'") as refused:
+        LLM(llama_uncompiled_dir, kv_cache_dtype="fp9")  # type: ignore[arg-type]
+    assert refused.value.hint == OPTIONS["kv_cache_dtype"][1].hint  # which the flag's error has too
+    with pytest.raises(UsageError, match="max_model_len and max_seq_len.*: 64, 96"):
+        LLM(llama_uncompiled_dir, max_model_len=64, max_seq_len=96)
     with pytest.raises(UsageError, match="`prompt` or `prompt_token_ids`"), LLM(llama_uncompiled_dir) as llm:
         llm.generate({"prompt": "a", "multi_modal_data": {}})  # type: ignore[typeddict-unknown-key]
     drawn = []

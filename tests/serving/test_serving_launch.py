@@ -140,6 +140,7 @@ def test_a_server_is_begun_with_what_fits_and_ended(forks: Forks, llama_dir: Pat
     printed = forks.run(*begun, "--print", environment=environment(home))
     for part in ("--max-seq-len 1234 ", "--spec-decode-algo AUTO", "--tool-call-parser hermes", "tiny-model"):
         assert part in printed.stdout
+    assert "warning: aider begins with about" in printed.stderr.lower() and "1,234" in printed.stderr
     assert not (home / "record.json").exists()
     done = forks.run(*begun, environment=environment(home) | {"SPECDEC_API_KEY": "much-secret"})
     assert done.returncode == 7, done.stderr

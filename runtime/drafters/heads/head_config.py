@@ -184,7 +184,6 @@ class DraftOutputSettings:
                     hint="name a head, or have a copy made",
                     code="no_layer_that_drafts",
                     name=name,
-                    value=value,
                 )
         if self.layers is not None and not heads:
             raise UsageError(
@@ -196,10 +195,10 @@ class DraftOutputSettings:
             )
         if self.vocab_size is not None and self.vocab is None:
             raise UsageError(
-                f"draft_vocab_size needs a draft_vocab: {self.vocab_size}",
+                f"draft_vocab_size needs a draft vocabulary: {self.vocab_size}",
                 hint="give a draft_vocab too, such as `auto`",
                 code="size_of_no_vocab",
-                size=self.vocab_size,
+                name="draft_vocab_size",
             )
         if (self.vocab or self.qformat) is not None and any("centroids" in one.flags for one in heads) and not has_copy:
             raise UsageError(

@@ -437,7 +437,8 @@ def output_not_repeatable(observed: Observations) -> Judgement | None:
     if outputs is None:
         return None
     number = outputs.num_unrepeatable
-    message = f"outputs that differ between two runs without a drafter: {number} of {outputs.num_requests}"
+    runs = "two runs" if observed.drafting is None else "two runs without the drafter"
+    message = f"outputs that differ between {runs}: {number} of {outputs.num_requests}"
     return Judgement(number, 0, number > 0, message)
 
 
@@ -450,7 +451,7 @@ def denormal_weights(observed: Observations) -> Judgement | None:
     return Judgement(share, 0.01, share > 0.01, message)
 
 
-DIAGNOSES: tuple[Diagnosis, ...] = (
+OF_DRAFTERS: tuple[Diagnosis, ...] = (
     drafter_never_used,
     acceptance_below_profile,
     acceptance_falls_with_context,
@@ -460,6 +461,10 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
     draft_rope_differs,
     draft_model_is_target,
     speculation_changes_output,
+)
+"""Diagnoses that need a drafter."""
+DIAGNOSES: tuple[Diagnosis, ...] = (
+    *OF_DRAFTERS,
     output_not_repeatable,
     cache_preempts,
     reuse_never_hits,

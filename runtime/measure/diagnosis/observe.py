@@ -75,7 +75,7 @@ def measure(
     with ExitStack() as stack:
         session = llm.open_session(speculation if can_draft else NO_SPECULATION, stack)
         session.check_requests(requests)
-        phase("answering without, with and without the drafter")
+        phase("answering without, with and without the drafter" if can_draft else "answering, and answering again")
         session.warm_up(requests)
         watched = _watch(session)
         session.clear_cache()
@@ -92,7 +92,7 @@ def measure(
         session.clear_cache()
         drafted = session.run(requests) if can_draft else before
         after = session.run_without_drafter(requests)
-        outputs = _compare(session, before, drafted, after)
+        outputs = _compare(session, before, drafted if can_draft else None, after)
         phase("timing steps")
         drafting = _drafting(session, watched, drafted, expected) if can_draft else None
         generations = (before, drafted, after) if can_draft else (before, after)
@@ -175,10 +175,13 @@ def _find_again(engine: Engine, requests: Seq[Request]) -> tuple[int, int]:
     return num_findable, num_found
 
 
-def _compare(session: Session, before: Generation, drafted: Generation, after: Generation) -> Outputs:
+def _compare(session: Session, before: Generation, drafted: Generation | None, after: Generation) -> Outputs:
+    """Counts of outputs that differ; `drafted` is None where nothing drafts."""
     num_requests = len(before.sequences)
     pairs = zip(before.sequences, after.sequences, strict=True)
     num_unrepeatable = sum(a.output_tokens != b.output_tokens for a, b in pairs)
+    if drafted is None:
+        return Outputs(num_requests, 0, num_unrepeatable)
     check = check_outputs(session, drafted.sequences, before.sequences, lambda: None)
     assert isinstance(check, TokenCheck), "greedy outputs"
     num_changed = 0 if check.passed else num_requests - check.num_identical

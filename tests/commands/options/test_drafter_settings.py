@@ -9,7 +9,8 @@ import pytest
 from sentences import Said
 
 from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
-from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
+from commands.options.engine_flags import ModelEngineOptions
+from commands.options.leader_flags import LeaderOptions
 from commands.options.speculation_flags import SpeculationOptions, parse_drafter_names
 from runtime.drafters.lists import Devices
 from runtime.drafters.spec import DrafterSpec
@@ -288,7 +289,7 @@ def test_flags_that_do_not_fit_together_are_wrong_usage(given: dict[str, Any], w
         (leader(None, 4), "ngram", {"drafter": "a:b"}, "`--drafter`; `--drafters`"),
         (leader(None, 4), "ngram", {"draft_engine_dir": DRAFT}, "`--drafters draft-target`; draft-engine"),
         (leader(None, None, 3), "suffix", {}, "`--drafters ngram`; 3"),
-        (leader(None, 5), None, {"ngram_config": "[4,2]"}, "`--spec-decode-max-draft-len`; `--spec-decode-algo`"),
+        (leader(None, 5), None, {"ngram_config": "[4,2]"}, "`--spec-decode-max-draft-len`; `--ngram-config`"),
         (leader(), None, {"ngram_pool": "public"}, "`--ngram-pool`; public"),
         (leader("MTP"), None, {}, "`--spec-decode-algo MTP` needs an MTP head; `--draft-model-dir`"),
         (leader("NGRAM"), None, {"min_matching_ngram_size": 3}, "2; 3"),

@@ -10,7 +10,9 @@ from typer.main import get_command
 
 from commands.doctor.work import REMEDIES
 from commands.options.expand import CURRENT_COMMAND, MODEL_AT_HAND, Command
-from commands.options.hints import HINTS, for_model, hint_of
+from commands.options.hints import HINTS, Advice, advised, flag_of_setting, hint_of, message_of
+from runtime.builder.engine_options import OPTIONS
+from runtime.core.params import FIELDS
 from runtime.util.errors import SpecDecError
 from specdec_cli.app import app
 
@@ -30,11 +32,18 @@ def flags_of(command: Any) -> frozenset[str]:
 FLAGS = {name: flags_of(command) for name, command in COMMANDS.items()}
 
 
+def text_of(code: str) -> str:
+    """All advice for a code."""
+    given = HINTS[code]
+    pieces = given if isinstance(given, tuple) else (given,)
+    texts = [text for one in pieces for text in ((one.of_engine, one.of_model) if isinstance(one, Advice) else (one,))]
+    return " ".join(text for text in texts if text is not None)
+
+
 def error_with(code: str) -> SpecDecError:
     """Error of a code, with a value for whatever its hint speaks of."""
-    pieces = HINTS[code]
-    text = pieces if isinstance(pieces, str) else " ".join(pieces)
-    values: dict[str, object] = {name: "x" for _, name, _, _ in Formatter().parse(text) if name}
+    names = {name for _, name, _, _ in Formatter().parse(text_of(code)) if name} - {"model_at_hand"}
+    values: dict[str, object] = dict.fromkeys(names, "x")
     return SpecDecError("wrong", hint="the library's own words", code=code, **values)
 
 
@@ -66,9 +75,7 @@ def test_hint_names_flags_that_the_command_has(code: str) -> None:
 
 @pytest.mark.parametrize("code", HINTS)
 def test_flags_behind_a_command_are_its_own(code: str) -> None:
-    pieces = HINTS[code]
-    text = pieces if isinstance(pieces, str) else " ".join(pieces)
-    for command, words in re.findall(r"`specdec (\w+(?: create)?)([^`]*)", text):
+    for command, words in re.findall(r"`specdec (\w+(?: create)?)([^`]*)", text_of(code)):
         flags = flags_of(COMMANDS[command.split()[-1]])
         assert set(re.findall(r"--([a-z-]+)", words)) <= flags
 
@@ -83,8 +90,37 @@ def test_who_named_a_model_is_not_told_to_build_an_engine() -> None:
     for code in ("engine", "batch_size", "draft_len", "none_fits", "prompt_too_long", "request_too_long"):
         assert "build`" not in hints[code] and "build --" not in hints[code] and "--model-dir" not in hints[code], code
     assert "`specdec rm 'my model'`" in hints["engine"] and "`--max-seq-len`" in hints["prompt_too_long"]
-    remedies = [for_model(remedy, "demo") for remedy in REMEDIES.values()]
+    remedies = [advised(remedy, "demo") or "" for remedy in REMEDIES.values()]
+    assert all(remedies)
     assert not any(f"specdec {command}` again" in one for one in remedies for command in ("build", "convert"))
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "message"),
+    [
+        ("run", "top_k", "`--top-k` is wrong"),
+        ("run", "max_tokens", "`--max-output-len` is wrong"),
+        ("summarize", "max_tokens", "`--output-len` is wrong"),
+        ("run", "draft_vocab_size", "`--draft-vocab-size` is wrong"),
+        ("run", "min_matching_ngram_size", "`--min-matching-ngram-size` is wrong"),
+        ("run", "regex", "`--regex` is wrong"),
+        ("check", "top_k", "top_k is wrong"),
+        ("run", "logit_bias", "logit_bias is wrong"),
+    ],
+)
+def test_a_message_names_the_commands_flag_for_its_setting(command: str, name: str, message: str) -> None:
+    token = CURRENT_COMMAND.set(Command(command, FLAGS[command]))
+    try:
+        assert message_of(SpecDecError(f"{name} is wrong", field=name)) == message
+        assert message_of(SpecDecError("the value is wrong", field=name)) == "the value is wrong"
+    finally:
+        CURRENT_COMMAND.reset(token)
+
+
+def test_every_flag_of_a_setting_is_a_flag() -> None:
+    known = frozenset().union(*FLAGS.values())
+    named = {flag for name in (*FIELDS, *OPTIONS) if (flag := flag_of_setting(name)) is not None}
+    assert {flag.removeprefix("--") for flag in named} <= known and len(named) > 25
 
 
 def test_flags_of_a_command_are_those_that_typer_knows() -> None:

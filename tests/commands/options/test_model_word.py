@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from sentences import Said
 
 from commands.options.engine_choice import EngineOptions
 from commands.options.leader_flags import LeaderOptions
@@ -92,3 +93,31 @@ def test_two_models_are_wrong_usage(word: str, flag: str, here: Path) -> None:
     with pytest.raises(UsageError) as raised:
         found([word, "a b"], **{flag: "model"})
     assert f"`{word}`" in raised.value.message and f"`--{flag.replace('_', '-')}`" in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("word", "near"), [("dmeo", "demo"), ("Demo", "demo"), ("demo-drfat", "demo-draft"), ("modell", "model")]
+)
+def test_a_slip_of_a_models_name_is_no_prompt_before_another(
+    word: str, near: str, here: Path, said: Said, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone it is a prompt with a note; where a flag names the model there is nothing to mistype."""
+    (here / "engine_outputs").mkdir()
+    with pytest.raises(UsageError) as raised:
+        found([word, "a b"])
+    if word == "dmeo":
+        said(raised, word, near)
+    assert found([word]) == (None, None, [word])
+    assert f"`{near}`" in capsys.readouterr().err
+    assert found([word, "a b"], model_dir="model")[2] == [word, "a b"]
+    for others in ("done", "noting", "hello"):  # `nothing` is a directory without a model
+        assert found([others, "a b"])[2] == [others, "a b"]
+    assert not capsys.readouterr().err
+
+
+def test_names_of_engines_in_the_cache_are_known(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "cache" / "engines" / "Qwen3-0.6B-0123456789abcdef").mkdir(parents=True)
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(here / "cache"))
+    (here / "engine_outputs").mkdir()
+    with pytest.raises(UsageError, match="Qwen3-06B"):
+        found(["Qwen3-06B", "a b"])

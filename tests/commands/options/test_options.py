@@ -9,7 +9,8 @@ from sentences import Said
 
 from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
 from commands.options.engine_choice import EngineOptions, KVCacheOptions, check_needed_drafter
-from commands.options.leader_flags import LeaderOptions, ModelEngineOptions
+from commands.options.engine_flags import ModelEngineOptions
+from commands.options.leader_flags import LeaderOptions
 from commands.options.sampling_flags import SamplingOptions
 from commands.options.speculation_flags import SpeculationOptions
 from runtime.core.params import GREEDY, SamplingConfig, SamplingParams

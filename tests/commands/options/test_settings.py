@@ -57,6 +57,10 @@ def test_flag_then_variable_then_named_file_then_home_file(
     settings = shown(specdec, "run")
     assert settings["--max-output-len"] == ("5", "prod.yaml, line 1") and settings["--stats"] == ("summary", "default")
     assert settings["--max-seq-len"] == ("64", f"{home}, line 4")
+    assert settings["--kv-cache-enable-block-reuse"] == ("on", "default")
+    Path("off.yaml").write_text("kv_cache_enable_block_reuse: false")
+    off = shown(specdec, "run", "--config", "off.yaml")["--kv-cache-enable-block-reuse"]
+    assert off == ("false", "off.yaml, line 1")
 
 
 def test_a_word_names_the_model_before_a_file_does(place: Path, specdec: Specdec, llama_engine_dir: Path) -> None:
@@ -214,7 +218,7 @@ def test_what_is_wrong_with_a_variable_is_said(
         ("- max_output_len", ("line 1",)),
         ("top_k: 1\ntop_k: 2", ("`top_k`", "line 2", "line 1")),
         ("stop_words: &a [*a]", ("prod.yaml",)),
-        ("max_new_tokens: 2\nmax_tokens: 3", ("`max_tokens`", "line 2", "line 1")),
+        ("max_new_tokens: 2\nmax_tokens: 3", ("`max_tokens`", "`max_new_tokens`", "line 2", "line 1")),
         ("run:\n  port: 8001", ("port", "line 2")),
         ("run: 3", ("`run`", "section", "line 1")),
         (None, ("prod.yaml",)),

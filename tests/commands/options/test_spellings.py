@@ -1,6 +1,7 @@
 """One spelling for every flag, and flags that mean nothing here."""
 
 import pytest
+from command_line import Specdec
 
 from commands.options.spellings import normalize_name
 
@@ -24,3 +25,37 @@ from commands.options.spellings import normalize_name
 )
 def test_names_have_one_spelling(given: str, ours: str) -> None:
     assert normalize_name(given) == ours
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("run demo a --max-seq-len 100 --max-model-len 200", ("--max-seq-len", "--max-model-len", "100", "200")),
+        ("run demo a --max-seq-len 100 -c 200", ("--max-seq-len", "100", "200")),
+        ("serve demo --api-key a --api-key b", ("--api-key",)),
+        ("serve demo --port 1 --port=2", ("--port", "1", "2")),
+        ("run demo a --draft_len_mode auto --draft-len-mode fixed", ("--draft_len_mode", "auto", "fixed")),
+        ("batch demo -i a.jsonl -i b.jsonl -o c", ("-i", "a.jsonl", "b.jsonl")),
+        ("batch demo -i a.jsonl --input-file b.jsonl", ("-i", "--input-file", "a.jsonl", "b.jsonl")),
+        ("run demo a --streaming --no-streaming", ("--streaming", "--no-streaming")),
+        ("launch claude demo --port 1 --port 2 --unknown a --unknown b", ("--port", "1", "2")),
+        ("cache prune --max-size 1G --max-size 2G", ("--max-size", "1G", "2G")),
+    ],
+)
+def test_a_flag_of_one_value_is_given_once(line: str, values: tuple[str, ...], specdec: Specdec) -> None:
+    result = specdec(*line.split())
+    assert result.exit_code == 2 and "given" in result.stderr
+    assert all(value in result.stderr for value in values)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run demo --input-text a --input-text b --stop-words c --stop-words d --max-output-len x",
+        "run demo a --max-seq-len 100 --max-model-len 100 --streaming --streaming --max-output-len x",
+        "run demo a --max-output-len x -- --max-output-len 3",
+    ],
+)
+def test_what_is_repeatable_or_says_the_same_twice_is_no_fault(line: str, specdec: Specdec) -> None:
+    result = specdec(*line.split())
+    assert "--max-output-len` must be a whole number" in result.stderr

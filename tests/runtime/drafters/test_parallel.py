@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -113,9 +114,13 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_draft_in_parallel_is_one_sentence(case: str, make_engine_dir: Callable[..., Path]) -> None:
-    config, draft_len, said = BAD[case]
+def test_what_cannot_draft_in_parallel_is_one_sentence(
+    case: str, make_engine_dir: Callable[..., Path], said: Said
+) -> None:
+    config, draft_len, words = BAD[case]
     draft_dir = make_engine_dir(make_model("llama", num_hidden_layers=1, **config), max_draft_len=5)
     with LLM(make_engine_dir(make_model("llama"), max_draft_len=8)) as llm, pytest.raises(SpecDecError) as error:
         llm.session(PardDrafter(draft_dir, draft_len))
-    assert said in error.value.message and "\n" not in error.value.message and error.value.hint
+    assert words in error.value.message and "\n" not in error.value.message and error.value.hint
+    if error.value.code is not None:
+        said(error)

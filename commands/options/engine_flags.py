@@ -1,0 +1,138 @@
+"""Flags of a model's engine, made of its options' descriptions (`runtime/builder/engine_options.py`)."""
+
+from dataclasses import dataclass, field, make_dataclass, replace
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
+
+from commands.output.help import LEADER, SPECULATION, as_flag, option
+from runtime.builder.engine_options import OPTIONS, EngineOptions, FlagGroup, bounds_of, draft_output_of
+from runtime.checkpoint.config import QuantFormat
+from runtime.drafters.heads.head_config import DraftOutputSettings
+from runtime.util.errors import UsageError
+
+
+def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more: str = "", **others: Any) -> Any:
+    """The flag of an option, with its help, its range and its default; `more` is added to the help, and `others` are
+    what a command has otherwise.
+    """
+    described, bounds = OPTIONS[name][1], bounds_of(name)
+    limits: dict[str, Any] = {"metavar": described.metavar or ("NAME" if words_of(name) else None)}
+    if bounds is not None:
+        limits |= {"min": int(bounds.least), "max": None if bounds.most > 2**53 else int(bounds.most)}
+    return option(
+        panel, described.help + more, shown=described.shown_default if shown is None else shown, **limits | others
+    )
+
+
+def words_of(name: str) -> dict[str, Any]:
+    """The words that a flag takes, and what each stands for: `{"int8": "int8", "int8_wo": "int8", "none": None}`."""
+    hint, described = OPTIONS[name]
+    words = {word: word for word in _literals(hint)}
+    return words | dict(described.spellings) | ({"none": None} if described.takes_none else {})
+
+
+def _literals(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [word for one in get_args(hint) if not isinstance(one, str) for word in _literals(one)]
+
+
+def _kind(name: str) -> Any:
+    """Type of an option's flag: words, a number or a text. One with other spellings is a text, in any case."""
+    hint, described = OPTIONS[name]
+    if described.spellings:
+        return str
+    if words := tuple(words_of(name)):
+        return Literal[words]
+    (kind,) = (one for one in (_plain(one) for one in _members(hint)) if one not in (NoneType, Path))
+    return kind
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """`(int, None)` of `int | None`, and of the same with metadata."""
+    inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return get_args(inner) or (inner,)
+
+
+def _plain(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _make_flags(group: FlagGroup, panel: str, more: str = "") -> Any:
+    """A group of options: the flags of one group of the descriptions; None if not given."""
+    flags = [
+        (name, Annotated[_kind(name) | None, engine_flag(name, panel, more=more)], field(default=None))
+        for name, (_, described) in OPTIONS.items()
+        if described.flags == group
+    ]
+    return make_dataclass("EngineFlags", flags, frozen=True)
+
+
+def _given(group: Any) -> dict[str, Any]:
+    """The options that flags give, in the words of `LLM`."""
+    given = {name: value for name, value in vars(group).items() if name in OPTIONS and value is not None}
+    spelled = {name: words_of(name)[value.lower()] for name, value in given.items() if words_of(name)}
+    return given | spelled
+
+
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True)
+    class _EngineFlags:
+        def __getattr__(self, name: str) -> Any: ...
+
+    _DraftFlags = _EngineFlags
+else:
+    _EngineFlags = _make_flags("engine", LEADER, " For `--model-dir`'s engine.")
+    _DraftFlags = _make_flags("drafts", SPECULATION)
+
+
+@dataclass(frozen=True)
+class ModelEngineOptions(_EngineFlags):
+    """Options of the engine that is made of a model; None where nothing was given."""
+
+    no_cache: Annotated[bool, option(LEADER, "Build a new engine for `--model-dir` and discard it.", "--no-cache")] = (
+        False
+    )
+
+    def check(self) -> None:
+        """UsageError for a number format that there is not, or formats that do not fit together."""
+        for name, value in vars(self).items():
+            if isinstance(value, str) and value.lower() not in words_of(name):
+                *first, last = _literals(OPTIONS[name][0])
+                raise UsageError(
+                    f"`{as_flag(name)}` is {', '.join(first)} or {last}: {value}", hint=OPTIONS[name][1].hint
+                )
+        check_activations("`--quantization`", self.options.get("quantization"), self.activations)
+
+    def changed(self, **options: Any) -> "ModelEngineOptions":
+        """The same with other values of these options."""
+        return replace(self, **options)
+
+    @property
+    def options(self) -> EngineOptions:
+        """The options that are given."""
+        return cast(EngineOptions, _given(self))
+
+
+@dataclass(frozen=True)
+class DraftOutputOptions(_DraftFlags):
+    """Output layer that drafts; None where nothing was given."""
+
+    @property
+    def options(self) -> EngineOptions:
+        """The options that are given."""
+        return cast(EngineOptions, _given(self))
+
+    @property
+    def settings(self) -> DraftOutputSettings:
+        return draft_output_of(self.options)
+
+
+def check_activations(flag: str, qformat: QuantFormat | None, activations: str | None) -> None:
+    """UsageError for integer activations with weights that are not integers; `flag` sets the weights' format."""
+    if qformat == "fp8" and activations not in (None, "float"):
+        raise UsageError(
+            f"`--activations {activations}` needs weights that are integers: {flag} fp8", hint="leave it out"
+        )

@@ -1,0 +1,185 @@
+"""Options of a model's engine: what is known of each of them stands here once. Imports no torch.
+
+Arguments of `LLM` and their checks, flags of the commands that take a model, flags of convert and build that say the
+same, and the table in docs/python.md are made of these descriptions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
+
+from runtime.checkpoint.config import (
+    MAX_BATCH_SIZE,
+    MAX_DRAFT_LEN,
+    USUAL_MAX_BATCH_SIZE,
+    USUAL_MAX_DRAFT_LEN,
+    Activations,
+    Between,
+    Compiler,
+    Dtype,
+    IntFormat,
+    KVCacheDtype,
+    QuantFormat,
+    Size,
+)
+from runtime.drafters.heads.head_config import DraftOutputSettings
+
+FlagGroup = Literal["engine", "drafts"]
+"""Flags of a model's engine, or of the layers that draft, which `build` has too."""
+
+
+@dataclass(frozen=True)
+class EngineOption:
+    """Everything that is known of an option but its type, which stands in `EngineOptions`."""
+
+    help: str
+    default: Any = None
+    shown: str | None = None
+    """The default in words, if it is not the value."""
+    flags: FlagGroup | None = None
+    """Group of flags that has one of the option's name; None: none has."""
+    metavar: str | None = None
+    """Word for the value in help; None: `NAME` for words, and a number's own."""
+    spellings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Other words for values, in flags: TensorRT-LLM's and vLLM's."""
+    takes_none: bool = False
+    """True if the flag has the value `none` for None."""
+    hint: str | None = None
+    """Remedy for a value that there is not."""
+    stands_for: str | None = None
+    """Our name of the option, where this one is vLLM's."""
+
+    @property
+    def shown_default(self) -> str:
+        return self.shown if self.shown is not None else str(self.default)
+
+
+class EngineOptions(TypedDict, total=False):
+    """Options of a model's engine; those that are left out have their defaults."""
+
+    dtype: Annotated[
+        Literal["auto", Dtype],
+        EngineOption("Dtype of the weights: float32, float16, bfloat16, or auto, the model's own.", "auto",
+                     flags="engine"),
+    ]  # fmt: skip
+    activations: Annotated[
+        Activations | None,
+        EngineOption("Number format in which quantized layers read their inputs: float, int8 or int16.",
+                     shown="int8 for weights in int4, int16 for int8, float for fp8", flags="engine"),
+    ]  # fmt: skip
+    quantization: Annotated[
+        QuantFormat | None,
+        EngineOption(
+            "Quantize the weights: int8, int4 or fp8.", shown="none", flags="engine", metavar="FORMAT", takes_none=True,
+            spellings={"full_prec": None, "int8_wo": "int8", "int4_wo": "int4"},
+            hint="leave it out for a model that is quantized already, such as AWQ, GPTQ or GGUF: its files say how",
+        ),
+    ]  # fmt: skip
+    kv_cache_dtype: Annotated[
+        KVCacheDtype,
+        EngineOption(
+            "Number format of keys and values: int8, fp8, or auto, the weights' dtype.", "auto", flags="engine",
+            spellings={"fp8_e4m3": "fp8"}, hint="int8 and fp8 take half the memory of bfloat16",
+        ),
+    ]  # fmt: skip
+    max_batch_size: Annotated[
+        int,
+        Between(1, MAX_BATCH_SIZE),
+        EngineOption("Most requests in one step.", USUAL_MAX_BATCH_SIZE, flags="engine"),
+    ]
+    max_seq_len: Annotated[
+        Annotated[int, Between(2)] | None,
+        EngineOption("Most tokens in a prompt and its output together. Room for a draft is added.",
+                     shown="the model's positions, at most 4,096", flags="engine"),
+    ]  # fmt: skip
+    max_draft_len: Annotated[
+        int,
+        Between(0, MAX_DRAFT_LEN),
+        EngineOption("Most tokens in a draft; 0 builds an engine without drafts.", USUAL_MAX_DRAFT_LEN),
+    ]
+    self_draft: Annotated[
+        IntFormat | None,
+        EngineOption("Add a copy of the linear weights, quantized to int8 or int4, for self-drafting.",
+                     shown="none; int4 if it is to draft", flags="engine"),
+    ]  # fmt: skip
+    head: Annotated[
+        str | Path | None,
+        EngineOption("Directory of a trained head that will draft, and whose hidden states the steps give.",
+                     shown="none; the model's own MTP head"),
+    ]  # fmt: skip
+    draft_vocab: Annotated[
+        str | Path | None,
+        EngineOption(
+            "Token ids that a self-draft copy or a head may draft: a file of ids, traces or a corpus (their most "
+            "frequent ids), or `auto` (the ids that the tokenizer learned first). A head with a vocabulary of its own "
+            "keeps it.",
+            shown="all", flags="drafts", metavar="FILE|auto",
+        ),
+    ]  # fmt: skip
+    draft_vocab_size: Annotated[
+        Size | None,
+        EngineOption("Number of token ids in the draft vocabulary, such as 32000.", flags="drafts",
+                     shown="all listed; else a quarter of the vocabulary, up to 32,768"),
+    ]  # fmt: skip
+    draft_output_layer: Annotated[
+        IntFormat | None,
+        EngineOption("Number format of the output layer with which a head or a self-draft copy drafts: int8 or int4.",
+                     shown="none", flags="drafts", takes_none=True),
+    ]  # fmt: skip
+    draft_layers: Annotated[
+        IntFormat | None,
+        EngineOption("Number format of a trained head's other linear layers: int8 or int4.",
+                     shown="none", flags="drafts", takes_none=True),
+    ]  # fmt: skip
+    compiler: Annotated[
+        Compiler | None,
+        EngineOption("Compiler: `aot` for CPUs, `torch-compile`, which has all operations, or `none`: run eagerly.",
+                     shown="aot; on a GPU none", flags="engine"),
+    ]  # fmt: skip
+    tensor_parallel_size: Annotated[
+        Size, EngineOption("Ranks that the model is split over, each on a device of its own.", 1)
+    ]
+    use_cache: Annotated[bool, EngineOption("False builds a new engine, and discards it.", True)]
+    max_num_seqs: Annotated[int, Between(1, MAX_BATCH_SIZE), EngineOption("", stands_for="max_batch_size")]
+    max_model_len: Annotated[Annotated[int, Between(2)] | None, EngineOption("", stands_for="max_seq_len")]
+
+
+def _described() -> dict[str, tuple[Any, EngineOption]]:
+    """Type and description of each option. TypeError for an option without a description."""
+    found = {}
+    for name, hint in get_type_hints(EngineOptions, include_extras=True).items():
+        descriptions = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, EngineOption)]
+        if len(descriptions) != 1:
+            raise TypeError(f"an option of an engine has no EngineOption: {name}")
+        found[name] = (hint, descriptions[0])
+    return found
+
+
+_ALL = _described()
+OPTIONS = {name: one for name, one in _ALL.items() if one[1].stands_for is None}
+"""Our options: (type, description) by name."""
+OTHER_NAMES = {name: one.stands_for for name, (_, one) in _ALL.items() if one.stands_for is not None}
+"""vLLM's names of options -> ours."""
+
+
+def bounds_of(name: str) -> Between | None:
+    """The range of a number."""
+    return _bounds(OPTIONS[name][0])
+
+
+def _bounds(hint: Any) -> Between | None:
+    own = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Between)]
+    inner = (found for one in get_args(hint) if (found := _bounds(one)) is not None)
+    return own[0] if own else next(inner, None)
+
+
+def draft_output_of(options: EngineOptions) -> DraftOutputSettings:
+    """The options about the output layer and the other layers that draft."""
+    vocab = options.get("draft_vocab")
+    return DraftOutputSettings(
+        None if vocab is None else str(vocab),
+        options.get("draft_vocab_size"),
+        options.get("draft_output_layer"),
+        options.get("draft_layers"),
+    )
