@@ -55,8 +55,8 @@ def cache_of_its_own(shared: Path) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_steps_measured() -> Iterator[dict[str, Any]]:
-    """What is measured otherwise: here steps of two batch sizes and one context, in one pass. More of them make costs
-    exact on a busy machine, and no test depends on the time.
+    """Measure steps of two batch sizes and one context, in one pass; gives the sizes that are measured otherwise. More
+    of them make costs exact on a busy machine, and no test depends on the time.
     """
     few: dict[str, Any] = {"_MAX_PASSES": 1, "_BATCH_SIZES": (1, 4), "_CONTEXT_LENS": (64,), "_COPIED_BYTES": 1 << 20}
     before = {name: getattr(step_costs, name) for name in few}

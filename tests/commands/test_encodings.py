@@ -35,7 +35,7 @@ LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 def test_output_in_ascii_never_ends_in_a_traceback(
     where: str, llama_uncompiled_dir: Path, llama_dir: Path, forks: Forks, tmp_path: Path
 ) -> None:
-    """By `PYTHONIOENCODING`; with `--slow` by the locale too, whose encoding no file is opened in (ruff's PLW1514)."""
+    """Print in ASCII, with `--slow` in an ASCII locale too. Ruff's PLW1514 finds files that the locale would encode."""
     text = "÷ 日本 “a” – " + PROMPT
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(text + "\n", "utf-8")
