@@ -226,7 +226,7 @@ class _Command(TyperCommand):
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"
             raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
-        self._check_given_once(kept, own)
+        self._tell_overruled(kept, own)
         try:
             rest = super().parse_args(ctx, kept)
             if not ctx.resilient_parsing:
@@ -250,8 +250,11 @@ class _Command(TyperCommand):
                 parser.add_option(switch, [f"--{name}"], switch.name, action="store_const", const=False)
         return parser
 
-    def _check_given_once(self, arguments: list[str], own: Flags) -> None:
-        """UsageError for a flag of one value with two, perhaps in two spellings, or for a switch that is on and off."""
+    def _tell_overruled(self, arguments: list[str], own: Flags) -> None:
+        """Warn of a flag of one value that gets two, perhaps in two spellings, or of a switch that is on and off.
+
+        The last holds, as scripts expect that append to a command line.
+        """
         options = {name.removeprefix("--"): one for one in self.params for name in one.opts}
         switches = {name: one for name, one in options.items() if isinstance(one, TyperOption) and one.is_bool_flag}
         options = {_opposite(name): one for name, one in switches.items()} | options
@@ -261,9 +264,9 @@ class _Command(TyperCommand):
             if option is None or option.param_type_name != "option" or option.multiple or not option.name:
                 continue
             now = (word, name if value is None else value)
-            first, value_before = given.setdefault(option.name, now)
-            if value_before != now[1]:
-                raise _given_twice(option.name, first, word, None if value is None else (value_before, value))
+            before, given[option.name] = given.get(option.name, now), now
+            if before[1] != now[1]:
+                _tell_one(option.name, before, now, has_value=value is not None)
 
     def _own_flags(self) -> Flags:
         options = [option for option in self.params if isinstance(option, TyperOption)]
@@ -289,13 +292,11 @@ class _Command(TyperCommand):
             raise
 
 
-def _given_twice(name: str, first: str, second: str, values: tuple[str, str] | None) -> UsageError:
-    if values is None:
-        return UsageError(f"`{first}` and `{second}` cannot be given together", hint="choose one")
-    both = "two keys" if name == SECRET else " and ".join(values)
-    if first == second:
-        return UsageError(f"`{first}` is given twice: {both}", hint="leave one of the two out")
-    return UsageError(f"`{first}` and `{second}` are one flag, which is given twice: {both}", hint="leave one out")
+def _tell_one(name: str, before: tuple[str, str], now: tuple[str, str], *, has_value: bool) -> None:
+    """Warn that the flag `before` gives way to `now`, each its word and its value; of a key without the values."""
+    shown = [" ".join(one) if has_value and name != SECRET else one[0] for one in (before, now)]
+    other = "" if before[0] == now[0] or not has_value else ", which is the same flag,"
+    warn(f"`{shown[0]}` gives way to the `{shown[1]}`{other} that is behind it")
 
 
 def _opposite(name: str) -> str:
@@ -328,7 +329,7 @@ class _CommandWithRest(_Command):
         own = args[: args.index("--")] if "--" in args else args
         ctx.meta[ARGUMENTS_OF_TOOL] = args[len(own) + 1 :]
         begin(ctx)
-        self._check_given_once(own, self._own_flags())
+        self._tell_overruled(own, self._own_flags())
         rest = TyperCommand.parse_args(self, ctx, own)
         settle(ctx)
         return rest

@@ -359,7 +359,7 @@ class RelativeTime:
 
 @dataclass(frozen=True)
 class InEightBits:
-    """An engine with `--activations int8` beside the same engine with the activations `instead_of`."""
+    """An engine with activations of 8 bits beside the same engine with the activations `instead_of`."""
 
     instead_of: LayersActivations
     num_tokens: Size
@@ -369,7 +369,7 @@ class InEightBits:
     top1_agreement: Share
     """Share of positions where both have the same token most probable."""
     times: tuple[RelativeTime, ...]
-    """Of a step of one token, of the longest draft, and of a piece of a prompt."""
+    """Times of a step of one token, of the longest draft, and of a piece of a prompt."""
 
     def __str__(self) -> str:
         *steps, prompt = self.times

@@ -94,7 +94,7 @@ def test_a_model_is_quantized_as_convert_and_build_do_it(
 def test_activations_of_8_bits_are_compared_with_those_of_more(
     convert: Command, specdec: Specdec, tmp_path: Path, said: Said
 ) -> None:
-    """On a text of the user's, as a number for each. Weights that are no integers have none."""
+    """A text of the user's gives a number for each. Weights that are no integers have none."""
     text = tmp_path / "text.txt"
     text.write_text("The little dog lost the red ball. One day a girl found the ball under the bed.")
     asked = ["build", "--checkpoint-dir", tmp_path / "ckpt", "--output-dir", tmp_path / "engine", "--compiler", "none"]

@@ -460,7 +460,7 @@ def test_questions_take_the_first_turn_and_need_no_reference(tmp_path: Path) -> 
 
 
 def test_questions_of_speed_bench_are_read_once_their_texts_are_fetched(tmp_path: Path, said: Said) -> None:
-    """As published (`turns`, some a mark) and as NVIDIA's `prepare.py` writes them (`messages`)."""
+    """Rows as published (`turns`, some a mark) and as NVIDIA's `prepare.py` writes them (`messages`)."""
     published: dict[str, Any] = {"question_id": "0" * 32, "category": "coding", "sub_category": "x", "source": "y"}
     messages = [{"role": "user", "content": "a?"}, {"role": "user", "content": "b?"}]
     path = write(tmp_path / "qualitative.jsonl", json_lines([{**published, "messages": messages}]))
