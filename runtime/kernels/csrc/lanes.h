@@ -30,6 +30,9 @@ constexpr int64_t kLanes = 4, kTileRows = 12;
 constexpr int64_t kLanes = 4, kTileRows = 6;
 #endif
 
+// The processor has 16 vector registers, which those of such a tile fill.
+constexpr bool kFewRegisters = kTileRows == 6;
+
 // Matmul kernels (`runtime.checkpoint.config.ARITHMETICS`): float32, or instructions for pairs of bfloat16 or for tiles (AMX) if the
 // processor has them. They differ in the last bits.
 enum Arithmetic : int64_t { kFloat32, kPairs, kTiles };
@@ -143,10 +146,11 @@ inline void widen(const T* from, float* to, int64_t count) {
   }
 }
 
-// Into the second-level cache: the first has few places for requests, which are needed for what is read now.
-inline void fetch_line(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Into the second-level cache: the first has few places for requests, which are needed for what is read now. Always inlined:
+// GNU's compiler takes a function that only prefetches for one without effects, and may drop calls of it.
+[[gnu::always_inline]] inline void fetch_line(const void* p) { __builtin_prefetch(p, 0, 2); }
 // Into the first-level cache.
-inline void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
+[[gnu::always_inline]] inline void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // Calls use(std::integral_constant<int, rows>()), for fewest <= rows <= most.
 template <int most, int fewest = 1, typename Use>

@@ -62,7 +62,7 @@ template <typename T>
 constexpr int64_t kAheadOfTwo = kPanel * sizeof(T) > 64 ? 1024 : kAhead;
 
 template <typename T>
-inline void prefetch_l2(const T* p, int64_t count, int64_t ahead = kAhead) {
+[[gnu::always_inline]] inline void prefetch_l2(const T* p, int64_t count, int64_t ahead = kAhead) {
   for (int64_t byte = 0; byte < count * int64_t{sizeof(T)}; byte += 64)
     fetch_line(reinterpret_cast<const char*>(p) + ahead + byte);
 }
@@ -100,17 +100,20 @@ constexpr int kRegisters<FourPanels<T>> = 8;
 // Tokens of a tile, whose sums fit the registers.
 template <typename P>
 constexpr int kMostTokens = 2 * kTileRows / kRegisters<P>;
+// Tokens, times the panels that are read side by side, whose numbers need registers too.
+constexpr int64_t kMostBeside = kFewRegisters ? 4 : kTileRows;
 
-// Calls use(k, left, right) for the pairs of a panel's columns, each as two registers, in order.
+// Calls use(k, left, right) for the pairs of a panel's columns, each as two registers, in order. All of this is inlined before
+// registers are allocated: sums that a function refers to would not get any.
 template <typename Use>
-inline void for_pairs(const at::BFloat16* panel, int64_t depth, const Use& use) {
+[[gnu::always_inline]] inline void for_pairs(const at::BFloat16* panel, int64_t depth, const Use& use) {
   for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanel) {
     prefetch_l2(panel, 2 * kPanel);
     use(k, load<Words>(panel), load<Words>(panel + kPanel));
   }
 }
 template <typename Use>
-inline void for_pairs(TwoPanels<at::BFloat16> panels, int64_t depth, const Use& use) {
+[[gnu::always_inline]] inline void for_pairs(TwoPanels<at::BFloat16> panels, int64_t depth, const Use& use) {
   auto [one, two] = panels;
   for (int64_t k = 0; k < depth; k += 2, one += 2 * kPanel, two += 2 * kPanel) {
     prefetch_l2(one, 2 * kPanel);
@@ -119,11 +122,11 @@ inline void for_pairs(TwoPanels<at::BFloat16> panels, int64_t depth, const Use& 
   }
 }
 template <typename P, typename Use>
-inline void for_pairs(const P& panel, int64_t depth, const Use& use) { panel.for_pairs(depth, use); }
+[[gnu::always_inline]] inline void for_pairs(const P& panel, int64_t depth, const Use& use) { panel.for_pairs(depth, use); }
 
 // The same for columns, as floats.
 template <typename P, typename Use>
-inline void for_columns(const P& panel, int64_t depth, const Use& use) {
+[[gnu::always_inline]] inline void for_columns(const P& panel, int64_t depth, const Use& use) {
   for_pairs(panel, depth, [&](int64_t k, auto... words) {  // the first of a pair is the lower half of a word
     use(k, (Lanes)(words << 16)...);
     use(k + 1, (Lanes)(words & 0xffff0000u)...);
@@ -131,7 +134,7 @@ inline void for_columns(const P& panel, int64_t depth, const Use& use) {
 }
 template <typename T, typename Use>
   requires(kGroup<T> == 1)
-inline void for_columns(const T* panel, int64_t depth, const Use& use) {
+[[gnu::always_inline]] inline void for_columns(const T* panel, int64_t depth, const Use& use) {
   for (int64_t k = 0; k < depth; ++k, panel += kPanel) {
     prefetch_l2(panel, kPanel);
     use(k, widen(panel), widen(panel + kLanes));
@@ -139,7 +142,7 @@ inline void for_columns(const T* panel, int64_t depth, const Use& use) {
 }
 template <typename T, typename Use>
   requires(kGroup<T> == 1)
-inline void for_columns(TwoPanels<T> panels, int64_t depth, const Use& use) {
+[[gnu::always_inline]] inline void for_columns(TwoPanels<T> panels, int64_t depth, const Use& use) {
   auto [one, two] = panels;
   for (int64_t k = 0; k < depth; ++k, one += kPanel, two += kPanel) {
     prefetch_l2(one, kPanel, kAheadOfTwo<T>);
@@ -149,7 +152,7 @@ inline void for_columns(TwoPanels<T> panels, int64_t depth, const Use& use) {
 }
 
 template <typename T, typename Use>
-inline void for_columns(FourPanels<T> panels, int64_t depth, const Use& use) {
+[[gnu::always_inline]] inline void for_columns(FourPanels<T> panels, int64_t depth, const Use& use) {
   auto [one, two, three, four] = panels;
   for (int64_t k = 0; k < depth; ++k, one += kPanel, two += kPanel, three += kPanel, four += kPanel) {
     for (const T* panel : {one, two, three, four}) prefetch_l2(panel, kPanel, kAheadOfFour);
@@ -260,15 +263,31 @@ int64_t stride_of_rows(int64_t M, int64_t K) {
   return std::min(M, kTileRows) > 8 && K * sizeof(E) % 4096 == 0 ? K + 64 / sizeof(E) : K;
 }
 
-// Tokens as floats: row by row, or of many tokens those of a tile column by column, as they are read. What multiplies them is
-// the same for each dtype that they came in.
+// Adds the products of two registers and a factor to sums. Of 16 registers, where a column is widened too, GNU's compiler does
+// not leave each sum in its own if it may choose: then sums wait for each other in memory.
+[[gnu::always_inline]] inline void multiply_add(Lanes left, Lanes right, const float* factor, Lanes& left_sum, Lanes& right_sum) {
+#if defined(__FMA__) && !defined(__AVX512F__)
+  Lanes one = left_sum, two = right_sum, factors;
+  asm("vbroadcastss %5, %2\n\tvfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1"
+      : "+x"(one), "+x"(two), "=&x"(factors)
+      : "x"(left), "x"(right), "m"(*factor));
+  left_sum = one, right_sum = two;
+#else
+  left_sum += left * *factor;
+  right_sum += right * *factor;
+#endif
+}
+
+// Tokens as floats: row by row, or from so many tokens on those of a tile column by column, as they are read. What multiplies
+// them is the same for each dtype that they came in.
 struct FloatTokens : EvenTiles {
-  static constexpr int kFewestOfMany = ((kManyTiles - 1) * kTileRows + 1) / kManyTiles;  // of a tile, where there are many
+  static constexpr int64_t kFewestByColumns = kFewRegisters ? 4 : (kManyTiles - 1) * kTileRows + 1;
+  static constexpr int kFewestOfTile = kFewRegisters ? 3 : kFewestByColumns / kManyTiles;
   const float* x = nullptr;
   int64_t K, stride;
   bool by_columns;
 
-  FloatTokens(int64_t M, int64_t K) : K(K), stride(K), by_columns(num_tiles(M) >= kManyTiles) {}
+  FloatTokens(int64_t M, int64_t K) : K(K), stride(K), by_columns(M >= kFewestByColumns) {}
 
   // Not inlined, or some sums would not get a register.
   template <typename P>
@@ -277,28 +296,34 @@ struct FloatTokens : EvenTiles {
     constexpr int most = kMostTokens<P>;
     if constexpr (kRegisters<P> == 2)  // several panels are read side by side for few tokens only
       if (by_columns)
-        return dispatch_rows<most, kFewestOfMany>(rows, [&](auto count) {
+        return dispatch_rows<most, kFewestOfTile>(rows, [&](auto count) {
           constexpr int R = count();
-          add_rows<R>(x + row * K + k * R, 1, R, depth, panel, to, start);
+          add_rows<R, true>(x + row * K + k * R, R, depth, panel, to, start);
         });
     if constexpr (!std::is_same_v<P, CachedPiece>)
       dispatch_rows<most>(rows, [&](auto count) {
-        add_rows<count()>(x + row * stride + k, stride, 1, depth, panel, to, start);
+        add_rows<count(), false>(x + row * stride + k, stride, depth, panel, to, start);
       });
   }
 
-  // Adds the products of tokens with these strides between columns and between rows.
-  template <int R, typename P>
-  [[gnu::always_inline]] static void add_rows(const float* factors, int64_t to_row, int64_t to_column, int64_t depth,
-                                              const P& panel, float* to, bool start) {
+  // Adds the products of tokens that lie column by column, or in rows that are `stride` numbers apart.
+  template <int R, bool are_columns, typename P>
+  [[gnu::always_inline]] static void add_rows(const float* factors, int64_t stride, int64_t depth, const P& panel, float* to,
+                                              bool start) {
+    const int64_t to_row = are_columns ? 1 : stride, to_column = are_columns ? R : 1;
     constexpr int W = kRegisters<P>;
     Lanes sums[R][W] = {};
     if (!start) load_sums(to, sums);
-    for_columns(panel, depth, [&](int64_t k, auto... registers) {
+    for_columns(panel, depth, [&](int64_t k, auto... registers) __attribute__((always_inline)) {
       const Lanes column[W] = {registers...};
-      if (to_row == 1) prefetch_l1(factors + k * to_column + 256);  // in memory they follow one another
+      if (are_columns) prefetch_l1(factors + k * to_column + 256);  // in memory they follow one another
 #pragma GCC unroll 64
-      for (int i = 0; i < R * W; ++i) sums[i / W][i % W] += column[i % W] * factors[i / W * to_row + k * to_column];
+      for (int i = 0; i < R * W; i += 2) {
+        const float* factor = factors + i / W * to_row + k * to_column;
+        Lanes &left = sums[i / W][i % W], &right = sums[i / W][i % W + 1];
+        if constexpr (std::is_same_v<P, CachedPiece>) left += column[i % W] * *factor, right += column[i % W + 1] * *factor;
+        else multiply_add(column[i % W], column[i % W + 1], factor, left, right);
+      }
     });
     store_sums(sums, to);
   }
@@ -677,7 +702,8 @@ void multiply_few(const T* tokens, const T* weights, std::span<const FewRows> pa
     const auto at = [&](int64_t panel) { return packed + panel * K * kPanel; };
     const auto add = [&](const auto& panel, float* sums) { x.add(0, M, 0, K, panel, sums, !bias, state); };
     if (bias) for_panels([&](int64_t panel, float* sums) { start_sums(bias + panel * kPanel, width(panel), M, sums); });
-    if (end < begin + together) for_panels([&](int64_t panel, float* sums) { add(at(panel), sums); });
+    const bool beside = end == begin + together && together * M <= kMostBeside;
+    if (!beside) for_panels([&](int64_t panel, float* sums) { add(at(panel), sums); });
     else if constexpr (together == 2) add(TwoPanels<T>{at(begin), at(begin + 1)}, all_sums);
     else add(FourPanels<T>{at(begin), at(begin + 1), at(begin + 2), at(begin + 3)}, all_sums);
     for_panels([&](int64_t panel, float* sums) {
