@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from commands.options.expand import expand_groups
-from commands.options.shared import USUAL_CHECKPOINT, USUAL_ENGINE, DraftOutputOptions, Force
+from commands.options.shared import (
+    USUAL_CHECKPOINT,
+    USUAL_ENGINE,
+    CompareActivations,
+    DraftOutputOptions,
+    Force,
+    check_has_more_bits,
+)
 from commands.output.help import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, option
 from commands.output.output import Output, check_new_directory, check_readable
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
@@ -141,6 +148,7 @@ class BuildOptions:
             shown="the demo's articles for the demo",
         ),
     ] = None
+    compare_activations: CompareActivations = False
     force: Force = False
 
     def config(
@@ -253,6 +261,8 @@ def build(options: BuildOptions, output: Output) -> None:
     check_output_directory(options.output_dir, replace=options.force)
     check_new_directory(options.output_dir)
     checkpoint = open_checkpoint(options.checkpoint_dir)
+    if options.compare_activations:
+        check_has_more_bits(checkpoint.quantization)
     hidden_states = options.hidden_states_of(checkpoint)
     if options.quality_text is not None:
         check_readable([options.quality_text])
@@ -261,8 +271,9 @@ def build(options: BuildOptions, output: Output) -> None:
     from commands.build.report import BuildDocument, built_table
     from runtime.builder.build import BuildEffort, build_engine, positions_of
     from runtime.builder.choosing import compiler_for, without_kernels
-    from runtime.builder.quality import measure_quality, quality_text, record_quality
+    from runtime.builder.quality import demo_text, measure_quality, quality_text, record_quality
     from runtime.engine.engine import resolve_device
+    from runtime.measure.activations import compare_at_build
 
     checkpoint_dir, output_dir = options.checkpoint_dir, options.output_dir
     drafts = _choose_drafts(options, OpenedCheckpoint(checkpoint_dir, checkpoint))
@@ -288,17 +299,26 @@ def build(options: BuildOptions, output: Output) -> None:
         if text is not None:
             phase("comparing with the unquantized model")
             config = record_quality(output_dir, config, measure_quality(checkpoint_dir, *text))
+        in_eight_bits = None
+        if options.compare_activations:
+            opened = OpenedCheckpoint(checkpoint_dir, checkpoint)
+            in_eight_bits = compare_at_build(
+                opened, output_dir, settings, demo_text() if text is None else text[0], phase
+            )
     phase_times.end()
     elapsed, size = time.perf_counter() - start, directory_bytes(output_dir)
     if config.compiler_note:
         output.warning(f"built with `--compiler torch-compile`: the model {config.compiler_note}")
     output.result(built_table(config, output_dir, size, elapsed, phase_times.seconds))
+    if in_eight_bits is not None:
+        output.result(f"`convert --activations int8`: {in_eight_bits}")
     document = BuildDocument(
         engine_dir=str(output_dir),
         engine=config,
         size_bytes=size,
         build_time_s=elapsed,
         phase_times_s=phase_times.seconds,
+        in_eight_bits=in_eight_bits,
     )
     output.document(document.as_json())
 

@@ -5,11 +5,12 @@ from pathlib import Path
 from pydantic import Field
 from rich.table import Table
 
-from commands.output.documents.records import Record
+from commands.output.documents.records import Record, absent
 from commands.output.output import megabytes
 from runtime.checkpoint.config import (
     CheckpointConfig,
     EngineConfig,
+    InEightBits,
     LogitsCheck,
     Measure,
     Quality,
@@ -27,6 +28,7 @@ class BuildDocument(Record):
     size_bytes: Size = Field(description="of all files")
     build_time_s: Measure
     phase_times_s: dict[str, Measure] = Field(description="seconds of each phase, in order")
+    in_eight_bits: InEightBits | None = absent("activations of 8 bits, with --compare-activations")
 
 
 class ConvertDocument(Record):

@@ -33,14 +33,20 @@ HUB_DATASETS = {
     "summarize": "ccdv/cnn_dailymail",
     "code_completion": "openai/openai_humaneval",
 }
-_HUB_CONFIGS = {"ccdv/cnn_dailymail": "3.0.0", "abisee/cnn_dailymail": "3.0.0"}
+_HUB_CONFIGS = {
+    "ccdv/cnn_dailymail": "3.0.0",
+    "abisee/cnn_dailymail": "3.0.0",
+    "nvidia/SPEED-Bench": "qualitative",
+}
+_NOT_FETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""Stands in SPEED-Bench for texts that others own."""
 _HUB_ALIASES = {"openai_humaneval": "openai/openai_humaneval"}  # the id TensorRT-LLM uses
 _SPLIT = "test"
 
 _TEXT_COLUMNS: dict[EvalTask, tuple[str, ...]] = {
     "summarize": ("article", "prompt", "text", "document", "input"),
     "code_completion": ("prompt",),
-    "question": ("turns", "question", "prompt", "instruction", "text"),
+    "question": ("turns", "messages", "question", "prompt", "instruction", "text"),
 }
 _REFERENCE_COLUMNS: dict[EvalTask, tuple[str, ...]] = {
     "summarize": ("highlights", "reference", "summary", "output"),
@@ -103,8 +109,9 @@ def load_samples(
     by `save_to_disk`, or a hub id (split `test`). `dataset_dir` is where a hub dataset is looked for instead
     of the hub: the directory holding it, or the one above (`dataset_dir`/`name`).
 
-    A question may be a list of turns, as in MT-Bench and Spec-Bench, of which the first is asked, and its reference a
-    list, of which the first is the first turn's. Without `needs_reference` none is looked for.
+    A question may be a list of turns, as in MT-Bench and Spec-Bench, or of messages, as SPEED-Bench's `prepare.py`
+    writes them. The first is asked, which must be a user's. Its reference may be a list, of which the first is the
+    first turn's. Without `needs_reference` none is looked for.
 
     The order is that of `datasets.Dataset.shuffle(seed)`, as in TensorRT-LLM. `demo` keeps the order of its
     file, in which the categories alternate, so that the first few samples show each of them.
@@ -380,7 +387,7 @@ def _sample(
     category = row.get("category")
     text, reference = row.get(text_column), row.get(reference_column) if reference_column else None
     if eval_task == "question":
-        text, reference = _first(text), _first(reference)
+        text, reference = first_turn(text, where), _first(reference)
     has_reference = reference_column is not None and (eval_task != "question" or reference not in (None, ""))
     return Sample(
         id=check_text(str(row_id), f"the id of {where}"),
@@ -389,6 +396,22 @@ def _sample(
         reference=check_text(reference, f"`{reference_column}` in {where}") if has_reference else None,
         where=where,
     )
+
+
+def first_turn(value: object, where: str) -> object:
+    """The first of a list of turns, or what the first of a list of messages says if a user says it.
+
+    SpecDecError, with `where` the row is, for SPEED-Bench's mark of a text that it may not contain.
+    """
+    first = _first(value)
+    if isinstance(first, dict):
+        first = first.get("content") if first.get("role") == "user" else None
+    if isinstance(first, str) and first.startswith(_NOT_FETCHED):
+        raise SpecDecError(
+            f"the dataset has only a mark in the place of the text: {where}",
+            hint="`nemo_skills/dataset/speed-bench/prepare.py` of NVIDIA-NeMo/Skills fetches SPEED-Bench's texts",
+        )
+    return first
 
 
 def _first(value: object) -> object:

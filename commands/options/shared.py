@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from commands.output.help import CLUSTER, INPUT, OUTPUT, RUNTIME, SPECULATION, option
-from runtime.checkpoint.config import IntFormat, KVCacheDtype, QuantFormat
+from runtime.checkpoint.config import IntFormat, KVCacheDtype, QuantFormat, Quantization
 from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.util.errors import SpecDecError, UsageError
 
@@ -84,6 +84,14 @@ Report = Annotated[
     Path | None,
     option(OUTPUT, "Write a self-contained page for a browser: charts, tables and settings.", metavar="FILE.html"),
 ]
+CompareActivations = Annotated[
+    bool,
+    option(
+        RUNTIME,
+        "Measure what `--activations int8` would save in time and change in probabilities.",
+        "--compare-activations",
+    ),
+]
 Force = Annotated[bool, option(OUTPUT, "Replace the output directory if specdec wrote it.", "--force")]
 
 
@@ -95,6 +103,20 @@ QFORMATS: dict[str, QuantFormat | None] = {
 """Formats of weights, by our names and TensorRT-LLM's."""
 KV_CACHE_DTYPES: dict[str, KVCacheDtype] = {"auto": "auto", "int8": "int8", "fp8": "fp8", "fp8_e4m3": "fp8"}
 """Number formats of keys and values, by our names and vLLM's."""
+
+
+def check_has_more_bits(quantization: Quantization | None) -> None:
+    """UsageError unless the weights are integers whose inputs have more than 8 bits: for `--compare-activations`."""
+    if quantization is None or quantization.quant_algo is None or quantization.quant_algo.startswith("FP8"):
+        raise UsageError(
+            "`--compare-activations` is for weights in int8 or int4, and these are not quantized so",
+            hint="`--quantization int8` (of `convert`: `--qformat int8`) quantizes a model; or leave the flag out",
+        )
+    if quantization.activations == "int8":
+        raise UsageError(
+            "`--compare-activations` compares with activations of 8 bits, which the model has already: int8",
+            hint="`--activations int16` gives the model more to compare",
+        )
 
 
 def check_activations(flag: str, qformat: str | None, activations: str | None) -> None:

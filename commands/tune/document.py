@@ -6,7 +6,7 @@ from pydantic import Field
 
 from commands.output.documents.records import Counts, MeasuredHead, Positive, Record, absent
 from commands.output.documents.settings import DeviceIds, EngineRecord, TunedDrafter
-from runtime.checkpoint.config import Measure, Size
+from runtime.checkpoint.config import InEightBits, Measure, Size
 from runtime.drafters.spec import DraftLenMode
 
 
@@ -98,5 +98,6 @@ class TuneDocument(MeasuredHead):
         description="no drafter and the best candidates on the engine; null without one"
     )
     recommended: Candidate | None = Field(description="null without an engine")
+    in_eight_bits: InEightBits | None = absent("activations of 8 bits, with --compare-activations")
     settings: TuneSettings
     engine: EngineRecord | None = absent("null without an engine")

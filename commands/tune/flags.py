@@ -7,7 +7,7 @@ from typing import Annotated
 
 from commands.options.leader_flags import ModelOptions
 from commands.options.model_word import ModelWord, named_by
-from commands.options.shared import EndId, InputFile, Report, TokenizerDir
+from commands.options.shared import CompareActivations, EndId, InputFile, Report, TokenizerDir
 from commands.options.speculation_flags import Drafters
 from commands.output.help import INPUT, OUTPUT, RUNTIME, SPECULATION, option
 from runtime.drafters.speculation import Speculation
@@ -79,6 +79,7 @@ class TuneOptions:
         option(SPECULATION, "Longest draft to try.", shown="10, or the engine's or the drafter's if shorter", min=1),
     ] = None
     drafters: Drafters = None
+    compare_activations: CompareActivations = False
     output: Annotated[
         Path | None,
         option(OUTPUT, "Write the recommendation, for `--profile` of other commands.", metavar="PROFILE.json"),
@@ -101,6 +102,11 @@ class TuneOptions:
             raise UsageError(
                 "`--save` makes a default of a model, and none is given",
                 hint="`specdec tune MODEL --save`; an engine's profile is a file, by `--output`",
+            )
+        if self.compare_activations and inputs.model.model_dir is None:
+            raise UsageError(
+                "`--compare-activations` builds engines of a model, and none is given",
+                hint="`specdec tune MODEL --compare-activations`; `specdec build` has the flag for a checkpoint",
             )
         if not inputs.has_engine:
             self._check_without_engine(inputs.traces)

@@ -11,8 +11,8 @@ from rich.table import Table
 from commands.inputs.prompts import Prompt, without_padding
 from commands.options.drafter_flags import written_flags
 from commands.options.engine_choice import EngineChoice
-from commands.options.sessions import open_engine
-from commands.options.shared import end_id_params
+from commands.options.sessions import engines_made, open_engine
+from commands.options.shared import check_has_more_bits, end_id_params
 from commands.output.documents.records import Counts, measured_head
 from commands.output.documents.settings import EngineRecord
 from commands.output.html.page import write_page
@@ -41,7 +41,7 @@ from runtime.builder.profile import (
     write_profile,
 )
 from runtime.checkpoint.bundle import read_bundle
-from runtime.checkpoint.config import EngineConfig
+from runtime.checkpoint.config import EngineConfig, InEightBits
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
 from runtime.core.stats import RequestStats, sum_stats
@@ -49,6 +49,7 @@ from runtime.drafters.lists import Devices
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
 from runtime.loop.compatibility import check_corpora
+from runtime.measure.activations import compare_activations
 from runtime.measure.tuning.live import Confirmation, Confirmed, Measured
 from runtime.measure.tuning.search import Replayed, Search, labels_of
 from runtime.measure.tuning.tune import (
@@ -77,6 +78,7 @@ class Tuning:
     model_dir: str | None = None
     """Model whose engine was tuned; None of an engine that `build` made."""
     engine: EngineRecord | None = None
+    in_eight_bits: InEightBits | None = None
 
     @property
     def device_ids(self) -> tuple[int, ...]:
@@ -124,6 +126,7 @@ def tune_document(tuning: Tuning) -> dict[str, Any]:
         factors=factors,
         timed=timed,
         recommended=recommended,
+        in_eight_bits=tuning.in_eight_bits,
         settings=tuning.settings,
         engine=tuning.engine,
     )
@@ -406,13 +409,16 @@ def tune_engine(
     scope.longest_draft(bundle.config.build_config.max_draft_len)
     timing = Timing(options.batch_size or 1, options.num_live_prompts or DEFAULT_LIVE_PROMPTS)
     with open_engine(choice) as llm:
+        if options.compare_activations:
+            check_has_more_bits(bundle.config.quantization)
         check_tuning(llm, scope, timing.batch_size)
         answered = _answered(llm, inputs, options, scope, prompts, output)
         tuned = tune(llm, answered, scope, timing, output.progress)
+        in_eight_bits = _in_eight_bits(choice, llm, answered, output) if options.compare_activations else None
     confirmation = tuned.confirmation
     settings = _settings(inputs, options, llm.device_ids)
     engine = EngineRecord.of(bundle)
-    tuning = Tuning(tuned.search, settings, tuned.tried, confirmation, choice.model_dir, engine)
+    tuning = Tuning(tuned.search, settings, tuned.tried, confirmation, choice.model_dir, engine, in_eight_bits)
     if options.output is not None or options.save:
         profile = _profile(inputs, bundle.config, confirmation, timing.batch_size)
         if options.output is not None:
@@ -425,9 +431,18 @@ def tune_engine(
         output.result(f"saved as the default of {choice.model_dir}: `specdec run {choice.model_dir}` {how}")
 
 
+def _in_eight_bits(choice: EngineChoice, llm: LLM, answered: Answered, output: Output) -> InEightBits:
+    """The answers by a second engine of the model, whose activations have 8 bits, beside the first."""
+    in_eight = replace(choice.models, engines=replace(choice.built_for, activations="int8"))
+    with engines_made(replace(choice, models=in_eight), output) as made, open_engine(made) as eight:
+        return compare_activations(llm, eight, answered.traces)
+
+
 def _tell(tuning: Tuning, options: TuneOptions, output: Output) -> None:
     """Show the tables, and write the page and the document."""
     show(tuning, output)
+    if tuning.in_eight_bits is not None:
+        output.result(f"`--activations int8`: {tuning.in_eight_bits}")
     document = tune_document(tuning)
     if options.report is not None:
         use = None if tuning.confirmation is None else _use_of(tuning, tuning.confirmation)

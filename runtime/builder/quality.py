@@ -46,8 +46,12 @@ def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, 
         return text, file.name
     if unquantized is None or Path(unquantized) != resolve_model("demo").resolve():
         return None
+    return demo_text(), DEMO_TEXT
+
+
+def demo_text() -> str:
     articles = Path(str(files("runtime") / "demo" / "articles.jsonl")).read_text(encoding="utf-8").splitlines()
-    return "\n\n".join(json.loads(line)["article"] for line in articles), DEMO_TEXT
+    return "\n\n".join(json.loads(line)["article"] for line in articles)
 
 
 def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:

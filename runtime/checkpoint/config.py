@@ -350,6 +350,38 @@ class Quality:
 
 
 @dataclass(frozen=True)
+class RelativeTime:
+    """Time of a step of `num_tokens` tokens with 8 bits ÷ its time with more bits."""
+
+    num_tokens: Size
+    ratio: Measure
+
+
+@dataclass(frozen=True)
+class InEightBits:
+    """An engine with `--activations int8` beside the same engine with the activations `instead_of`."""
+
+    instead_of: LayersActivations
+    num_tokens: Size
+    """Tokens that were compared."""
+    mean_kl: Measure
+    """Mean Kullback-Leibler divergence, in nats."""
+    top1_agreement: Share
+    """Share of positions where both have the same token most probable."""
+    times: tuple[RelativeTime, ...]
+    """Of a step of one token, of the longest draft, and of a piece of a prompt."""
+
+    def __str__(self) -> str:
+        *steps, prompt = self.times
+        said = [f"a step of {time.num_tokens} in {time.ratio:.2f}" for time in steps]
+        said.append(f"{prompt.num_tokens} tokens of a prompt in {prompt.ratio:.2f}")
+        return (
+            f"{', '.join(said)} of the time with {self.instead_of}; KL divergence {self.mean_kl:.2g}, the same most "
+            f"probable token at {self.top1_agreement:.2%} of {self.num_tokens:,} tokens"
+        )
+
+
+@dataclass(frozen=True)
 class StepCost:
     """Time of a step, measured at build: `batch_size` rows with `num_tokens` tokens each, after `context_len`
     tokens.

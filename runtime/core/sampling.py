@@ -357,6 +357,17 @@ class Sampler:
         """The request's own token after `prefix`: the argmax, or a sample that depends on nothing but the position."""
         return next(iter(choose_all([Positions(self, prefix, [], logits[None])])[0]))
 
+    @property
+    def looks_back(self) -> bool:
+        """True if a choice depends on the tokens before, and not only on the logits and the position."""
+        return self.is_held or self._occurrences is not None
+
+    def choose_each(self, prefix: list[int], logits: Tensor) -> Iterator[int]:
+        """Tokens at the positions from `prefix` on by [positions, vocab] logits, if no choice looks back."""
+        places = [Positions(self, [*prefix, *[0] * i], [], row[None]) for i, row in enumerate(logits)]
+        for chosen in choose_all(places):
+            yield next(chosen)
+
     def ranking(self, prefix: list[int], logits: Tensor) -> Tensor:
         """(vocab,) what `choose` takes the largest of: scores, with the position's noise unless greedy."""
         scores = self.scores(prefix, logits)

@@ -50,11 +50,29 @@ class DraftState:
             # It was drawn, so it stays: leaving an end id out would change the distribution of what is verified.
             self.has_ended |= token in draft_sequence.request.end_ids
         else:
-            token = draft_sequence.sampler.choose(draft_sequence.tokens, logits)
-            if token in draft_sequence.request.end_ids:
-                self.has_ended = True  # it comes as the target's own token at no cost
-            else:
-                self._add(token, None)
+            self._keep(draft_sequence.sampler.choose(draft_sequence.tokens, logits))
+
+    def draft_tokens(self, logits: Tensor) -> None:
+        """Choose or draw tokens by [tokens, vocab_size] logits until the draft ends: all at once if none looks back."""
+        sampler = self.draft_sequence.sampler
+        if sampler.looks_back or (self.use_logits and not sampler.is_greedy):
+            for row in logits:
+                if not self.is_done:
+                    self.draft_token(row)
+            return
+        chosen = sampler.choose_each(list(self.draft_sequence.tokens), logits)
+        try:
+            for _ in range(len(logits)):
+                if not self.is_done:
+                    self._keep(next(chosen))
+        except NoValidToken:
+            self.has_ended = True
+
+    def _keep(self, token: int) -> None:
+        if token in self.draft_sequence.request.end_ids:
+            self.has_ended = True  # it comes as the target's own token at no cost
+        else:
+            self._add(token, None)
 
     def _add(self, token: int, probs: Tensor | None) -> None:
         self.draft_sequence.tokens.append(token)

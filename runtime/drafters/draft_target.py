@@ -126,9 +126,9 @@ class DraftModel:
 
 
 def with_size(logits: Tensor, vocab_size: int) -> Tensor:
-    """Logits [vocab_size], cut to that size, or filled up with ids of probability 0."""
-    missing = max(vocab_size - len(logits), 0)
-    return F.pad(logits[:vocab_size], (0, missing), value=-torch.inf)
+    """Logits [..., vocab_size], cut to that size, or filled up with ids of probability 0."""
+    missing = vocab_size - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]
 
 
 _MEMORY = 0.98

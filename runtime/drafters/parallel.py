@@ -6,8 +6,6 @@ token are those of the first drafted token, those at the first mask of the secon
 after `a b` the pass computes `b M M M`. The keys and values of masks are never kept: the next pass overwrites them.
 """
 
-from torch import Tensor
-
 from runtime.core.batch import generation_row
 from runtime.core.request import Draft, Sequence
 from runtime.drafters.confidence_stop import ConfidenceStop
@@ -54,14 +52,11 @@ class ParallelDraftModel(DraftModel):
             for draft_state, all_logits in zip(draft_states, self.engine.step(rows), strict=True):
                 draft_sequence = draft_state.draft_sequence
                 draft_sequence.num_computed = len(draft_sequence.tokens)  # not the masks behind them
-                for logits in all_logits:
-                    self._draft_token(draft_state, with_size(logits, self.vocab_size))
-                    if draft_state.is_done:
-                        break
+                logits = with_size(all_logits, self.vocab_size)
+                if self.confidence_stop is None:
+                    draft_state.draft_tokens(logits)
+                else:
+                    for row in logits:
+                        if not draft_state.is_done:
+                            self.confidence_stop.draft_token(draft_state, row)
                 draft_state.has_ended = True
-
-    def _draft_token(self, draft_state: DraftState, logits: Tensor) -> None:
-        if self.confidence_stop:
-            self.confidence_stop.draft_token(draft_state, logits)
-        else:
-            draft_state.draft_token(logits)

@@ -1,5 +1,8 @@
 """Real models from GGUF files on Spec-Bench's six kinds of prompts: specdec beside OpenVINO GenAI, llama.cpp and HF.
 
+`--questions` takes another file of questions by category: SPEED-Bench's `qualitative.jsonl` has eleven kinds. Its
+license lets nobody pass the texts on; `nemo_skills/dataset/speed-bench/prepare.py` of NVIDIA-NeMo/Skills fetches them.
+
 SmolLM2-135M-Instruct (Q4_1) with its chat template, and Gemma 3 270M (Q4_K_M), which is no chat model and takes the
 text as it is. Prompts are token ids, the same for all. Outputs end at the model's end ids or after `--output-len`
 tokens, chosen greedily and as the model's publisher samples. llama.cpp and Hugging Face read the same file (Hugging
@@ -13,6 +16,7 @@ up over its prompts: TPOT is seconds after the first token by tokens after the f
 ratios are best taken of what was measured in one piece.
 
     python -m scripts.bench.real --json FILE [--models smollm2] [--kinds chat,rag] [--systems specdec,llama.cpp]
+        [--questions qualitative.jsonl]
         [--openvino-python ov/bin/python] [--llamacpp-python llama/bin/python] [--hf-python hf/bin/python]
         [--work-dir DIR] [--update README.md docs/benchmarks.md]
 
@@ -32,13 +36,16 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from commands.inputs.dataset import first_turn
 from runtime import specdec_version
 from runtime.builder.engine_cache import EngineSettings, engine_of_model
 from runtime.llm import LLM
 from runtime.text.chat import ChatTemplate
+from runtime.text.trace_lines import check_text
 from runtime.util.cache import cache_dir
 from runtime.util.errors import SpecDecError
 from scripts.bench import peers as bench_peers
@@ -47,7 +54,7 @@ from scripts.bench.peers import ROOT, SPEC_BENCH, Package, Worker, names_among, 
 
 MAX_PROMPT_LEN, MAX_REQUEST_LEN = 1600, 2048
 START_IDS = list(range(100, 108))
-KINDS = {
+SPEC_BENCH_KINDS = {
     "chat": ("writing", "reasoning", "coding", "roleplay", "extraction", "stem", "humanities", "math"),
     "translation": ("translation",),
     "summarization": ("summarization",),
@@ -55,7 +62,7 @@ KINDS = {
     "maths": ("math_reasoning",),
     "rag": ("rag",),
 }
-"""Spec-Bench's six tasks, and its categories of each."""
+"""Spec-Bench's six tasks, and the categories of each."""
 
 
 @dataclass(frozen=True)
@@ -97,21 +104,27 @@ FROM_NUMBERS = ("specdec-bfloat16", "openvino-int8", "openvino-int4")
 """Systems that are made of the numbers as Hugging Face dequantises them."""
 
 
-def read_prompts(directory: Path, llm: LLM, num_prompts: int) -> dict[str, list[list[int]]]:
-    """Token ids by kind, of the first questions that are not too long; a chat's are of a category each, in turn."""
-    rows = [json.loads(line) for line in (directory / "question.jsonl").read_text(encoding="utf-8").splitlines()]
+def read_questions(file: Path) -> dict[str, list[str]]:
+    """First turns by kind: Spec-Bench's tasks, a chat's categories in turn; the categories of any other file."""
+    by_category: dict[str, list[str]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        where = f"question {row['question_id']} of {file}"
+        text = check_text(first_turn(row.get("turns", row.get("messages")), where), where)
+        by_category.setdefault(row["category"], []).append(text)
+    if set(by_category) != {name for names in SPEC_BENCH_KINDS.values() for name in names}:
+        return by_category
+    return {
+        kind: [text for nth in zip(*(by_category[name] for name in names), strict=True) for text in nth]
+        for kind, names in SPEC_BENCH_KINDS.items()
+    }
+
+
+def encode_prompts(texts: list[str], llm: LLM, num_prompts: int) -> list[list[int]]:
+    """Token ids of the first texts that are not too long, `num_prompts` of them at most."""
     template = find_template(llm)
-    prompts: dict[str, list[list[int]]] = {}
-    for kind, categories in KINDS.items():
-        by_category = [[row["turns"][0] for row in rows if row["category"] == category] for category in categories]
-        texts = [text for nth in zip(*by_category, strict=True) for text in nth]
-        found: list[list[int]] = []
-        while len(found) < num_prompts:
-            text = texts.pop(0)
-            ids = template.encode([{"role": "user", "content": text}]) if template else llm.encode(text)[0]
-            found += [list(ids)] if len(ids) <= MAX_PROMPT_LEN else []
-        prompts[kind] = found
-    return prompts
+    encoded = (template.encode([{"role": "user", "content": t}]) if template else llm.encode(t)[0] for t in texts)
+    return list(islice((list(ids) for ids in encoded if len(ids) <= MAX_PROMPT_LEN), num_prompts))
 
 
 def find_template(llm: LLM) -> ChatTemplate | None:
@@ -252,14 +265,14 @@ def key_of(record: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(record[name] for name in ("model", "kind", "prompt", "system", "variant", "mode"))
 
 
-def place_of(record: dict[str, Any]) -> tuple[int, ...]:
+def place_of(record: dict[str, Any], kinds: list[str]) -> tuple[int, ...]:
     """Order of the tables: systems and variants as they are named here, in whatever turn they were measured."""
     variants = list(DRAFTING.get(record["system"], {"": None}))
     return (
         list(MODELS).index(record["model"]),
         SYSTEMS.index(record["system"]),
         variants.index(record["variant"]),
-        list(KINDS).index(record["kind"]),
+        kinds.index(record["kind"]),
         record["prompt"],
         real_report.MODES.index(record["mode"]),
     )
@@ -312,9 +325,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="what was measured, kept and added to")
     parser.add_argument("--models", type=names_among(MODELS), default=list(MODELS), help="comma-separated")
-    parser.add_argument("--kinds", type=names_among(KINDS), default=list(KINDS), help="comma-separated")
+    parser.add_argument("--kinds", help="comma-separated (default: all that the questions have)")
     parser.add_argument("--systems", type=names_among(SYSTEMS), default=list(SYSTEMS), help="comma-separated")
-    parser.add_argument("--spec-bench", type=Path, default=SPEC_BENCH, metavar="DIR", help="with question.jsonl")
+    parser.add_argument("--questions", type=Path, default=SPEC_BENCH / "question.jsonl", metavar="FILE")
     parser.add_argument("--prompts", type=positive, default=2, help="of each kind")
     parser.add_argument("--output-len", type=positive, default=64)
     parser.add_argument("--threads", type=positive, default=os.cpu_count())
@@ -324,9 +337,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prepare", action="store_true", help="make models and engines, and measure nothing")
     parser.add_argument("--update", type=Path, nargs="*", default=[], metavar="FILE", help="Markdown files with marks")
     arguments = parser.parse_args()
-    for file in (arguments.json.parent, *arguments.update, arguments.spec_bench):
+    for file in (arguments.json.parent, *arguments.update, arguments.questions):
         if not file.exists():
             parser.error(f"no such file or directory: {file}")
+    try:
+        arguments.questions = read_questions(arguments.questions)
+        arguments.kinds = names_among(arguments.questions)(arguments.kinds or ",".join(arguments.questions))
+    except (SpecDecError, argparse.ArgumentTypeError) as error:
+        parser.error(str(error))
+    if arguments.update and list(arguments.questions) != list(SPEC_BENCH_KINDS):
+        parser.error("`--update` writes Spec-Bench's tables, and these are other questions")
     return arguments
 
 
@@ -339,10 +359,12 @@ def measure(plan: Plan, systems: list[str], document: dict[str, Any], arguments:
     systems = measure_starts(plan, systems, document)
     save(document, arguments.json)
     with plan.llm() as llm:
-        prompts, end_ids = read_prompts(arguments.spec_bench, llm, arguments.prompts), sorted(llm.end_ids)
-    for kind in arguments.kinds:
-        measure_kind(plan, kind, prompts[kind], end_ids, document, systems, arguments.output_len)
-        document["records"].sort(key=place_of)
+        asked = {kind: encode_prompts(arguments.questions[kind], llm, arguments.prompts) for kind in arguments.kinds}
+        end_ids = sorted(llm.end_ids)
+    kinds = list(arguments.questions)
+    for kind, prompts in asked.items():
+        measure_kind(plan, kind, prompts, end_ids, document, systems, arguments.output_len)
+        document["records"].sort(key=lambda record: place_of(record, kinds))
         save(document, arguments.json)
         say(f"{plan.name}, {kind}")
 

@@ -91,6 +91,25 @@ def test_a_model_is_quantized_as_convert_and_build_do_it(
     said(again, "GGUF", "`--quantization`")
 
 
+def test_activations_of_8_bits_are_compared_with_those_of_more(
+    convert: Command, specdec: Specdec, tmp_path: Path, said: Said
+) -> None:
+    """On a text of the user's, as a number for each. Weights that are no integers have none."""
+    text = tmp_path / "text.txt"
+    text.write_text("The little dog lost the red ball. One day a girl found the ball under the bed.")
+    asked = ["build", "--checkpoint-dir", tmp_path / "ckpt", "--output-dir", tmp_path / "engine", "--compiler", "none"]
+    asked += ["--compare-activations", "--quality-text", text, "--json"]
+    assert convert("--qformat", "int8").exit_code == 0
+    found = specdec(*asked).document["in_eight_bits"]
+    assert found["instead_of"] == "int16" and found["num_tokens"] > 10 and 0 < found["mean_kl"] < 1
+    assert [time["num_tokens"] for time in found["times"]][:2] == [1, 11]
+    for quantization in (["--qformat", "int4"], []):
+        assert convert("--force", *quantization).exit_code == 0
+        refused = specdec(*asked, "--force")
+        assert refused.exit_code == 2
+        said(refused, "`--compare-activations`")
+
+
 def test_phases_are_named_on_stderr_and_timed_on_stdout(build: Command) -> None:
     result = build()
     phases = [

@@ -459,6 +459,23 @@ def test_questions_take_the_first_turn_and_need_no_reference(tmp_path: Path) -> 
     assert samples == [Sample("5", "math", "a?", "A"), Sample("6", None, "c?", None), Sample("7", None, "d?", "D")]
 
 
+def test_questions_of_speed_bench_are_read_once_their_texts_are_fetched(tmp_path: Path, said: Said) -> None:
+    """As published (`turns`, some a mark) and as NVIDIA's `prepare.py` writes them (`messages`)."""
+    published: dict[str, Any] = {"question_id": "0" * 32, "category": "coding", "sub_category": "x", "source": "y"}
+    messages = [{"role": "user", "content": "a?"}, {"role": "user", "content": "b?"}]
+    path = write(tmp_path / "qualitative.jsonl", json_lines([{**published, "messages": messages}]))
+    assert load(path, eval_task="question") == [Sample("0" * 32, "coding", "a?", None)]
+    mark = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\n"
+    write(path, json_lines([{**published, "turns": ["a?"]}, {**published, "turns": [mark + "You are {role_name}."]}]))
+    with pytest.raises(SpecDecError) as error:
+        load(path, eval_task="question")
+    said(error, "line 2")
+    write(path, json_lines([{"messages": [{"role": "system", "content": "Be brief."}, *messages]}]))
+    with pytest.raises(SpecDecError) as error:
+        load(path, eval_task="question")
+    said(error, "`messages`", "line 1")
+
+
 @pytest.mark.parametrize("turns", [[], [3], None, [""]])
 def test_question_without_text_is_an_error(tmp_path: Path, turns: object, said: Said) -> None:
     path = write(tmp_path / "d.jsonl", json_lines([{"turns": turns}]))
