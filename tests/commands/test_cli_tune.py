@@ -258,7 +258,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
     (TUNE + "--traces t.jsonl --draft-target-model-config 4 --draft-engine-dir x", 1, ("draft engine", "x"), None),
     (TUNE + "--traces t.jsonl --draft-model-dir none", 1, ("none",), None),
     (TUNE + "--traces t.jsonl --draft-model-dir a --suffix-config 4", 2,
-     ("no drafter takes `--draft-model-dir`: a", "leave the model out"), None),
+     ("no drafter takes `--draft-model-dir`: a", "`--drafters draft-target`"), None),
     (TUNE + "--traces t.jsonl --draft-model-dir demo-head --suffix-config 4", 2,
      ("`--drafters eagle` chooses a drafter that does",), None),
     (TUNE + "--traces t.jsonl --output none/x.json", 1, ("cannot write the file", "none/x.json"), None),
