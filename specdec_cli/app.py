@@ -295,8 +295,8 @@ class _Command(TyperCommand):
 def _tell_one(name: str, before: tuple[str, str], now: tuple[str, str], *, has_value: bool) -> None:
     """Warn that the flag `before` gives way to `now`, each its word and its value; of a key without the values."""
     shown = [" ".join(one) if has_value and name != SECRET else one[0] for one in (before, now)]
-    other = "" if before[0] == now[0] or not has_value else ", which is the same flag,"
-    warn(f"`{shown[0]}` gives way to the `{shown[1]}`{other} that is behind it")
+    other = "" if before[0] == now[0] or not has_value else "the same flag, "
+    warn(f"`{shown[0]}` is overruled by `{shown[1]}`, {other}given later")
 
 
 def _opposite(name: str) -> str:

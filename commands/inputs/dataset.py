@@ -388,6 +388,11 @@ def _sample(
     text, reference = row.get(text_column), row.get(reference_column) if reference_column else None
     if eval_task == "question":
         text, reference = first_turn(text, where), _first(reference)
+        if text is None:
+            raise SpecDecError(
+                f"`{text_column}` in {where} has no question: {shown(row.get(text_column))}",
+                hint="give a text, or a list that begins with a user's turn; all rows have the same column",
+            )
     has_reference = reference_column is not None and (eval_task != "question" or reference not in (None, ""))
     return Sample(
         id=check_text(str(row_id), f"the id of {where}"),

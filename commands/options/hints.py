@@ -329,7 +329,7 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     hint = f"`{where.command_path if where else 'specdec'} --help` shows the usage"
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
-        if _flag(error) == "`--dtype`" and (value := str(problems()[0]["input"]).lower()) in words_of("quantization"):
+        if _flag(error) == "`--dtype`" and words_of("quantization").get(value := str(problems()[0]["input"]).lower()):
             flag = normalize_name("quantization", getattr(where, "info_name", None) or "")
             hint = f"`--{flag} {value}` quantizes the weights"
         return _value_message(_flag(error), problems()[0]) + _origin(error), hint

@@ -59,6 +59,7 @@ def near_model(word: str) -> str | None:
     """A model's name that `word` may be a slip of, such as `demo` for `dmeo`: a shipped name, a name in `specdec list`,
     or a model or an engine in the working directory.
     """
+    word = word.removesuffix("/")
     if _ONE_WORD.fullmatch(word) is None:
         return None
     here = (path.name for path in Path().iterdir() if path.is_dir() or path.suffix == ".gguf")

@@ -102,13 +102,13 @@ def check_has_more_bits(quantization: Quantization | None) -> None:
     """UsageError unless the weights are integers whose inputs have more than 8 bits: for `--compare-activations`."""
     if quantization is None or quantization.quant_algo is None or quantization.quant_algo.startswith("FP8"):
         raise UsageError(
-            "`--compare-activations` is for weights in int8 or int4, and these are not quantized so",
+            "`--compare-activations` is for a model with weights in int8 or int4, and this model has others",
             hint="`--quantization int8` (of `convert`: `--qformat int8`) quantizes a model; or leave the flag out",
         )
     if quantization.activations == "int8":
         raise UsageError(
-            "`--compare-activations` compares with activations of 8 bits, which the model has already: int8",
-            hint="`--activations int16` gives the model more to compare",
+            "`--compare-activations` compares more bits with 8, and the activations have 8 bits already: int8",
+            hint="add `--activations int16`, or leave the flag out",
         )
 
 

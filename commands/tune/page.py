@@ -3,6 +3,7 @@
 from typing import Any
 
 from commands.output.html.page import Bars, page, with_bits
+from runtime.checkpoint.config import InEightBits
 
 _MOST_SHOWN = 12
 _DEFINITIONS = {
@@ -16,7 +17,7 @@ _DEFINITIONS = {
 }
 
 
-def tune_page(document: dict[str, Any], use: str | None) -> str:
+def tune_page(document: dict[str, Any], use: str | None, in_eight_bits: InEightBits | None = None) -> str:
     """`use` is the command that drafts as it is recommended; None where nothing was timed."""
     engine, timed = document["engine"], document["timed"] or []
     return page(
@@ -26,6 +27,7 @@ def tune_page(document: dict[str, Any], use: str | None) -> str:
         cards={"Settings": document["settings"]} | ({"Engine": engine} if engine else {}),
         definitions=_DEFINITIONS,
         use=use,
+        in_eight_bits=in_eight_bits,
         best=_place_of_best(document),
         timed=[_bars(one, timed[0]) for one in timed],
         num_shown=min(len(document["candidates"]), _MOST_SHOWN),

@@ -349,6 +349,9 @@ class Quality:
     text: str
 
 
+_FEW_TOKENS = 200
+
+
 @dataclass(frozen=True)
 class RelativeTime:
     """Time of a step of `num_tokens` tokens with 8 bits ÷ its time with more bits."""
@@ -378,6 +381,7 @@ class InEightBits:
         return (
             f"{', '.join(said)} of the time with {self.instead_of}; KL divergence {self.mean_kl:.2g}, the same most "
             f"probable token at {self.top1_agreement:.2%} of {self.num_tokens:,} tokens"
+            + (", too few to tell small changes" if self.num_tokens < _FEW_TOKENS else "")
         )
 
 

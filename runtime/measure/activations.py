@@ -98,6 +98,9 @@ def compare_at_build(
         eight_dir, effort = Path(directory) / "engine", BuildEffort(measure_costs=False, takes_torch_compile=True)
         with LLM(str(engine_dir)) as more:
             opened = replace(checkpoint, config=in_eight)
-            build_engine(opened, eight_dir, build, more.engine.device, replace=False, phase=phase, effort=effort)
+            phase("comparing activations")
+            build_engine(
+                opened, eight_dir, build, more.engine.device, replace=False, phase=lambda name: None, effort=effort
+            )
             with LLM(str(eight_dir)) as eight:
                 return compare_activations(more, eight, windows_of(more, text))

@@ -45,7 +45,9 @@ def test_names_have_one_spelling(given: str, ours: str) -> None:
 def test_the_last_of_two_values_holds_with_a_warning(line: str, values: tuple[str, ...], specdec: Specdec) -> None:
     """Scripts append to a command line. The lines end in an error that comes later."""
     result = specdec(*line.split(), "--no-such-flag")
-    told = next(text for text in result.stderr.splitlines() if text.startswith("warning: ") and "gives way" in text)
+    told = next(
+        text for text in result.stderr.splitlines() if text.startswith("warning: ") and "is overruled by" in text
+    )
     assert result.exit_code != 0 and all(value in told for value in values)
     assert "--api-key a" not in told
 
