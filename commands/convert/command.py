@@ -7,12 +7,13 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from commands.options.engine_flags import check_activations, engine_flag, words_of
+from commands.options.engine_flags import check_activations, engine_flag
 from commands.options.expand import expand_groups
 from commands.options.model_word import named_by
 from commands.options.shared import USUAL_CHECKPOINT, Force
 from commands.output.help import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, option
 from commands.output.output import Output, check_new_directory, megabytes
+from runtime.builder.engine_options import words_of
 from runtime.checkpoint.config import (
     KV_CACHE_ALGO,
     Activations,

@@ -6,7 +6,16 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
 from commands.output.help import LEADER, SPECULATION, as_flag, option
-from runtime.builder.engine_options import OPTIONS, EngineOptions, FlagGroup, bounds_of, draft_output_of
+from runtime.builder.engine_options import (
+    OPTIONS,
+    EngineOptions,
+    FlagGroup,
+    bounds_of,
+    draft_output_of,
+    literals_of,
+    value_of,
+    words_of,
+)
 from runtime.checkpoint.config import QuantFormat
 from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.util.errors import UsageError
@@ -23,19 +32,6 @@ def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more:
     return option(
         panel, described.help + more, shown=described.shown_default if shown is None else shown, **limits | others
     )
-
-
-def words_of(name: str) -> dict[str, Any]:
-    """The words that a flag takes, and what each stands for: `{"int8": "int8", "int8_wo": "int8", "none": None}`."""
-    hint, described = OPTIONS[name]
-    words = {word: word for word in _literals(hint)}
-    return words | dict(described.spellings) | ({"none": None} if described.takes_none else {})
-
-
-def _literals(hint: Any) -> list[str]:
-    if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    return [word for one in get_args(hint) if not isinstance(one, str) for word in _literals(one)]
 
 
 def _kind(name: str) -> Any:
@@ -71,9 +67,7 @@ def _make_flags(group: FlagGroup, panel: str, more: str = "") -> Any:
 
 def _given(group: Any) -> dict[str, Any]:
     """The options that flags give, in the words of `LLM`."""
-    given = {name: value for name, value in vars(group).items() if name in OPTIONS and value is not None}
-    spelled = {name: words_of(name)[value.lower()] for name, value in given.items() if words_of(name)}
-    return given | spelled
+    return {name: value_of(name, value) for name, value in vars(group).items() if name in OPTIONS and value is not None}
 
 
 if TYPE_CHECKING:
@@ -100,7 +94,7 @@ class ModelEngineOptions(_EngineFlags):
         """UsageError for a number format that there is not, or formats that do not fit together."""
         for name, value in vars(self).items():
             if isinstance(value, str) and value.lower() not in words_of(name):
-                *first, last = _literals(OPTIONS[name][0])
+                *first, last = literals_of(OPTIONS[name][0])
                 raise UsageError(
                     f"`{as_flag(name)}` is {', '.join(first)} or {last}: {value}", hint=OPTIONS[name][1].hint
                 )

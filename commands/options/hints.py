@@ -17,13 +17,12 @@ from typing import Any, get_args
 from typer import TyperException
 
 from commands.options.drafter_flags import example_of, users_of
-from commands.options.engine_flags import words_of
 from commands.options.expand import MODEL_AT_HAND, current_command
 from commands.options.foreign import COMMANDS
 from commands.options.settings import origin_of
 from commands.options.spellings import normalize_name
 from commands.output.help import as_flag
-from runtime.builder.engine_options import OPTIONS
+from runtime.builder.engine_options import OPTIONS, words_of
 from runtime.checkpoint.bundle import DRAFT_VOCAB
 from runtime.core.params import FIELDS, GrammarKind
 from runtime.drafters.specs import NgramDrafter

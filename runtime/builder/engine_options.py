@@ -7,7 +7,7 @@ same, and the table in docs/python.md are made of these descriptions.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from runtime.checkpoint.config import (
     MAX_BATCH_SIZE,
@@ -172,6 +172,25 @@ def _bounds(hint: Any) -> Between | None:
     own = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Between)]
     inner = (found for one in get_args(hint) if (found := _bounds(one)) is not None)
     return own[0] if own else next(inner, None)
+
+
+def words_of(name: str) -> dict[str, Any]:
+    """The words that an option takes, and what each stands for: `{"int8": "int8", "int8_wo": "int8", "none": None}`."""
+    hint, described = OPTIONS[name]
+    words = {word: word for word in literals_of(hint)}
+    return words | dict(described.spellings) | ({"none": None} if described.takes_none else {})
+
+
+def literals_of(hint: Any) -> list[str]:
+    """The words of a type: `["int8", "int4"]` of `Literal["int8", "int4"] | None`."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [word for one in get_args(hint) if not isinstance(one, str) for word in literals_of(one)]
+
+
+def value_of(name: str, value: Any) -> Any:
+    """Value of an option's word in any spelling and case: "fp8" for `"FP8_E4M3"`; of anything else the value itself."""
+    return words_of(name).get(value.lower(), value) if isinstance(value, str) else value
 
 
 def draft_output_of(options: EngineOptions) -> DraftOutputSettings:

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, cast
 
-from runtime.builder.engine_options import OTHER_NAMES, EngineOptions
+from runtime.builder.engine_options import OTHER_NAMES, EngineOptions, value_of
 from runtime.builder.profile import profile_for_model
 from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN
 from runtime.drafters.speculation import Speculation
@@ -81,5 +81,5 @@ def own_names(options: Mapping[str, Any]) -> EngineOptions:
             raise UsageError(
                 f"{given[own]} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
             )
-        engine[own], given[own] = value, name
+        engine[own], given[own] = value_of(own, value), name
     return cast(EngineOptions, engine)

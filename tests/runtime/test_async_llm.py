@@ -10,6 +10,7 @@ import pytest
 from waiting import HANG_S
 
 from runtime.builder.engine_options import OPTIONS
+from runtime.llm.options import own_names
 from specdec_cli import (
     LLM,
     AsyncLLM,
@@ -132,6 +133,9 @@ def test_vllms_arguments_are_ours_or_are_answered(llama_uncompiled_dir: Path) ->
         LLM(llama_uncompiled_dir, max_modellen=8)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="max_batch_size and max_num_seqs"):
         LLM(llama_uncompiled_dir, max_batch_size=2, max_num_seqs=3)
+    words = {"quantization": "none", "kv_cache_dtype": "FP8_E4M3", "dtype": "BFloat16", "draft_vocab": "Auto"}
+    meant = {"quantization": None, "kv_cache_dtype": "fp8", "dtype": "bfloat16", "draft_vocab": "Auto"}
+    assert own_names(words) == meant  # vLLM's words, and those of flags
     with pytest.raises(UsageError, match="kv_cache_dtype must be .*: 'fp9'") as refused:
         LLM(llama_uncompiled_dir, kv_cache_dtype="fp9")  # type: ignore[arg-type]
     assert refused.value.hint == OPTIONS["kv_cache_dtype"][1].hint  # which the flag's error has too
