@@ -58,8 +58,8 @@ Sentences = dict[str, dict[str, str]]
 class Said:
     """`said(result, 97)`, or of an exception, warnings or a text: it quotes the values, and is what it was.
 
-    A sentence that several tests say, with other values, is held once, by one of them. What differs from machine to
-    machine is named in `varying`.
+    If sentences of several tests differ in their values alone, one of these tests holds the sentence. What
+    differs from machine to machine is named in `varying`.
     """
 
     def __init__(self, node_id: str, base: Path, held: Sentences, *, update: bool) -> None:

@@ -7,7 +7,7 @@ NUM_EXAMPLES = 60
 
 
 def register_profiles() -> None:
-    """`default`, whose examples are the same each time, and `slow`; who asks for no number takes 100 of it."""
+    """Register hypothesis' profiles: `default` repeats the same 60 examples in every run; `slow` draws 100 new ones."""
     for name in ("default", "slow"):
         settings.register_profile(
             name, max_examples=NUM_EXAMPLES if name == "default" else 100, deadline=None, derandomize=name == "default",

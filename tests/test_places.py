@@ -59,8 +59,8 @@ class Echo:
     def forget(self, request_id: int) -> None:
         """Nothing is kept."""
 '''
-# What a user sees of it, in a process that imports the copy. What it computes is the same as for a drafter of another
-# package, which `tests/runtime/drafters/test_plugins.py` has answer prompts.
+# Help and errors about the added drafter, from a process that imports the copied tree. A drafter in another package,
+# whose tokens are tested, runs the same code: `tests/runtime/drafters/test_plugins.py`.
 USE = """
 import contextlib, io, json, sys
 from specdec_cli.app import main

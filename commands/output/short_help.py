@@ -144,7 +144,7 @@ def short_help(command: Any, common: Iterable[str], examples: Iterable[str], wid
 
 
 def _plain(lines: Iterable[str], width: int) -> str:
-    """The lines as a text; below 80 columns those that are too long are broken, commands so that a shell takes them."""
+    """Join the lines. Below 80 columns long lines are broken; a shell takes a command that is broken so."""
     shown = lines if width == WIDTH else [part for line in lines for part in _broken(line, width)]
     return "\n".join(shown) + "\n"
 

@@ -155,7 +155,7 @@ def with_kept_costs(config: EngineConfig, engine_dir: Path) -> EngineConfig:
 
 
 def kept_costs(engine_dir: Path) -> MeasuredCosts | None:
-    """The costs beside an engine's directory, measured when somebody asked for them; None where there are none."""
+    """Step costs in the `.costs` file beside an engine's directory; None if nobody has had them measured."""
     data = read_sealed(_file(engine_dir))
     if data is None:
         return None

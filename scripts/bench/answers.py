@@ -2,9 +2,9 @@
 
 python -m scripts.bench.answers smollm2.gguf ../shared/data/spec_bench/question.jsonl
 
-Fifty questions of Spec-Bench are asked twice at temperature 0.7 by the same seed, then twice greedily, with other
-questions in the place of a tenth of them, and with other words in the place of a tenth of the words of each. Last,
-other questions are asked with lookups and old answers, and with lookups alone, in turns.
+Fifty questions of Spec-Bench are asked twice at temperature 0.7 by the same seed, then twice greedily. Then five of the
+fifty are replaced by other questions, and then each question has a tenth of its words replaced. Last, other questions
+are asked with lookups and old answers, and with lookups alone, in turns.
 """
 
 import argparse
