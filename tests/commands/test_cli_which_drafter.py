@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import WorkClock
 from command_line import Specdec, assert_valid, each
 from gguf import GGMLQuantizationType as Q
 from quantized import save_gguf
@@ -59,10 +60,10 @@ def test_no_copy_of_layers_in_four_bits(specdec: Specdec, tmp_path: Path) -> Non
 
 
 def test_a_machine_that_gets_slower_slows_target_and_draft_model_alike(
-    llama_engine_dir: Path, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+    llama_engine_dir: Path, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch, work_clock: WorkClock
 ) -> None:
-    """A machine that is 1,000 times as slow after the target's answers is a clock that runs so fast."""
-    real, drafter = time.perf_counter, DraftTargetDrafter(str(draft_engine_dir), 3)
+    """A machine that is 1,000 times as slow after the target's answers is a clock that runs so fast. It counts work."""
+    drafter = DraftTargetDrafter(str(draft_engine_dir), 3)
     with LLM(str(llama_engine_dir), mode="leader") as llm:
         template = llm.request_of(SamplingParams(temperature=0, max_tokens=12))
         requests = [template.with_prompt(i, list(llm.encode(text)[0])) for i, text in enumerate(TEXTS)]
@@ -70,7 +71,7 @@ def test_a_machine_that_gets_slower_slows_target_and_draft_model_alike(
         traces = answer(llm, requests, [None] * len(requests), untold)
         sample = open_sample(llm, Answered(requests, traces, 12), untold)
         before = rival_of_model(sample, llm, drafter, untold)
-        monkeypatch.setattr(time, "perf_counter", lambda: 1000 * real())
+        monkeypatch.setattr(time, "perf_counter", lambda: 1000 * work_clock())
         after = rival_of_model(sample, llm, drafter, untold)
     assert after.draft_s < 30 * before.draft_s and after.seconds < 30 * before.seconds
 
