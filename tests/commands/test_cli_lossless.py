@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command_line import (
     NGRAM,
     PROMPTS,
@@ -165,18 +164,6 @@ def test_changed_output_is_caught_and_located(
         assert str(difference["token_without_drafter"]) in line_of(shown, f"request {difference['request']} ")
 
 
-def test_engine_of_16_bits_passes(
-    specdec: Specdec, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Near ties may come and are counted apart."""
-    model = make_model("llama", vocab_size=len(tokenizer)).to(torch.bfloat16)
-    half_engine_dir = make_draft_engine_dir(model, **WITH_DRAFTS)
-    arguments = ["--engine-dir", half_engine_dir, *each("--input-text", PROMPTS[:2]), "--max-output-len", 60]
-    document = specdec("run", *arguments, "--ngram-config", "[10,1,[0]]", "--check-lossless", "--json").document
-    check = lossless_of(document)
-    assert (check["dtype"], check["num_different"], check["passed"]) == ("bfloat16", 0, True)
-
-
 def test_check_of_nothing_that_was_drafted_says_so(
     run_wide: Run, drafters: dict[str, list[object]], said: Said
 ) -> None:
@@ -236,7 +223,7 @@ def test_speculation_that_loses_is_called_slower(
 ) -> None:
     """A draft model as large as the target, with which it never agrees, in drafts of ten."""
     stranger = make_draft_engine_dir(make_model("qwen3", vocab_size=len(tokenizer)))
-    arguments = [*draft_model(stranger, "[10,[0],[0],False]"), "--end-id", 0, "--max-output-len", 40]
+    arguments = [*draft_model(stranger, "[10,[0],[0],False]"), "--end-id", 0, "--max-output-len", 20]
     shown = run(*arguments, "--check-lossless").stdout
     speedup = re.search(r"speedup over no drafter: (0\.\d\d)x — slower than no drafter", shown)
     assert speedup, shown
