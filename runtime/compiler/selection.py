@@ -1,8 +1,8 @@
 """A captured step that computes only the tokens whose logits are wanted, from its last attention on.
 
-A model picks them before its output layer. For a prompt that is one token, and the last layer's feed-forward network
-has computed all others in vain. Token-wise operations give the same result for a picked token when the
-picking is done before them. (llama.cpp does so in its graphs of each family; here it is done to whatever was captured.)
+A model picks these tokens before its output layer. For a prompt that is a single token, so the last layer's
+feed-forward network has computed all others in vain. Token-wise operations give the same result for a picked token when
+the picking is done before them. (llama.cpp does so in the graph of each family; here any captured graph is changed.)
 """
 
 from operator import getitem
@@ -22,7 +22,9 @@ _SUMS = ("specdec.all_reduce.default",)  # by name: the operation is there where
 
 
 def select_early(module: GraphModule, indices: str) -> None:
-    """Move `hidden[:, indices]` of (1, S, C), in place, up to where tokens last looked at each other."""
+    """Move the picking of tokens, `hidden[:, indices]` of [1, tokens, hidden], in place, up to the last operation in
+    which tokens look at each other.
+    """
     graph = module.graph
     picks = [
         n for n in graph.nodes if n.target is _ATEN.index.Tensor and [str(i) for i in n.args[1]] == ["None", indices]
@@ -58,7 +60,7 @@ def select_early(module: GraphModule, indices: str) -> None:
 
 
 def _changed(graph: Graph) -> set[Node]:
-    """Tensors that an operation changes in place, and the tensors that these are views of."""
+    """Tensors that an operation changes in place, and tensors that share memory with these."""
     changed: set[Node] = set()
     for node in reversed(graph.nodes):
         schema = getattr(node.target, "_schema", None)
