@@ -58,7 +58,7 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 
 def _with_head(text_model: type[Any], config_class: type[PreTrainedConfig]) -> type[Any]:
-    """The causal language model of a text model's class."""
+    """A causal language model class that adds an output layer to a text model's class."""
     (base, *_) = text_model.__bases__
 
     class WithHead(_Causal, base, GenerationMixin):  # type: ignore[misc, valid-type]
@@ -92,7 +92,7 @@ class _Causal:
 
 
 def _scaled(logits: Tensor, config: Any) -> Tensor:
-    """Logits [..., vocab], scaled as by the multimodal model: Granite divides them, Muse multiplies and caps them."""
+    """Logits [..., vocab], scaled as in the multimodal model: Granite divides them, Muse multiplies and caps them."""
     logits = logits * getattr(config, "output_multiplier", 1) / getattr(config, "logits_scaling", 1)
     softcap = getattr(config, "final_logit_softcapping", None)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -13,7 +13,7 @@ from runtime.model.mixers import Mixer
 
 
 class GriffinBlock(Mixer):
-    """The forward of `RecurrentGemmaRecurrentBlock`: a convolution, and the RG-LRU with gates by blocks."""
+    """Forward of `RecurrentGemmaRecurrentBlock`: a convolution, and the RG-LRU with gates by blocks."""
 
     linear_x: nn.Linear
     linear_y: nn.Linear
@@ -39,7 +39,9 @@ class GriffinBlock(Mixer):
 
 
 def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Product of tokens [1, B x Q, C] with a matrix of H blocks [C / H, C / H] on its diagonal, and 0 elsewhere."""
+    """Product of tokens [1, B x Q, C] with a matrix that has H blocks [C / H, C / H] on its diagonal, and
+    0 elsewhere.
+    """
     parts = x.chunk(len(weight), dim=-1)
     return torch.cat([F.linear(part, weight[i].t(), bias[i]) for i, part in enumerate(parts)], dim=-1)
 
