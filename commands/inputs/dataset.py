@@ -367,7 +367,7 @@ def _column(table: _Table, asked: str | None, usual: tuple[str, ...], role: str,
     found = ", ".join(f"`{column}`" for column in table.columns)
     wanted = f"no {role} column" if asked is None else f"no column `{asked}`"
     names = " or ".join(f"`{column}`" for column in usual)
-    hint = f"`--{role}-column` says which it is; without it {names}"
+    hint = f"name it with `--{role}-column`; without the flag it is {names}"
     raise SpecDecError(f"{wanted}, the columns are {found}: {name}", hint=hint)
 
 

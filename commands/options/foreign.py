@@ -108,7 +108,7 @@ _CHAT = _Answer(
     "conversations have a command of their own: {flag}", "`specdec chat MODEL` talks in the terminal", takes_value=False
 )
 _SHARE = _Answer(
-    "{flag} is a share of all memory, and here the K/V cache gets a share of what is free: {value}",
+    "{flag} is a share of all memory, and here the K/V cache gets a share of the free memory: {value}",
     "`--kv-cache-free-gpu-memory-fraction {value}`, on a GPU; `--max-tokens-in-paged-kv-cache` anywhere",
 )
 _ADAPTER = _Answer(

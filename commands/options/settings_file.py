@@ -103,7 +103,7 @@ class _Reader:
                 continue
             for one in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                 if not isinstance(one, yaml.MappingNode):
-                    raise UsageError(f"`<<` takes in what is no mapping: {self.place(key)}", hint="`<<: *base`")
+                    raise UsageError(f"`<<` merges a value that is no mapping: {self.place(key)}", hint="`<<: *base`")
                 yield one
 
     def place(self, node: yaml.Node) -> str:

@@ -453,6 +453,6 @@ def _start_aside(worker: str, vocabulary: "LLTokenizer", form: str) -> "LLMatche
 def _refused(grammar: Grammar, why: str) -> UsageError:
     return UsageError(
         f"{grammar.name} cannot be used: {reason(why)}",
-        hint="docs/structured-output.md has what is supported",
+        hint="docs/structured-output.md lists the supported features",
         field=grammar.kind,
     )

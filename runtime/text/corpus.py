@@ -498,7 +498,7 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
         tensor = header.tensors.get(name)
         if tensor is None or tensor.dtype not in dtypes or tensor.shape != (lengths[name],) or not info.num_tokens:
             raise SpecDecError(
-                f"the corpus is damaged, `{name}` is not what it should be: {path}",
+                f"the corpus is damaged, `{name}` is missing or has another size than its metadata says: {path}",
                 hint=DAMAGED,
                 code="damaged_corpus",
             )

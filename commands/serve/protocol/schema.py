@@ -687,7 +687,7 @@ InputItem = Annotated[
     Discriminator(
         _item_type,
         custom_error_type="item_type",
-        custom_error_message="items of its type are not supported, but message, function_call, function_call_output "
+        custom_error_message="items of this type are not supported, only message, function_call, function_call_output "
         "and reasoning",
     ),
 ]
