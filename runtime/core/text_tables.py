@@ -1,5 +1,6 @@
 """Texts in the directory of keys and values: answers, which prompts find by marks, and outputs, which lookups search.
-|| Both are tables in the database of `runtime.core.block_store`, with its promises: a kill loses nothing that was
+
+Both are tables in the database of `runtime.core.block_store`, with its promises: a kill loses nothing that was
 complete, and a row that has changed since it was written is not returned. The oldest rows are removed first. An answer
 belongs to an owner and a vocabulary, not to an engine: an answer of another model with the same tokens is a draft as
 well. An output belongs to an owner of an engine, and to the scopes of its request.

@@ -1,14 +1,16 @@
-"""Drafting by a model: a second, smaller engine, or a copy of the target. || The second engine (the draft model) works
-as in TensorRT-LLM's Draft-Target-Model example. For every request the drafter has a draft sequence in the draft engine,
-which keeps its K/V between steps. After a step the draft sequence takes over the target's tokens: from the first token
-that differs, the target's tokens replace its own, and `num_computed` falls back to that token. The draft model computes
-a token once, and its later tokens never depend on a rejected one.
+"""Drafting by a model: a second, smaller engine, or a copy of the target.
+
+The second engine (the draft model) works as in TensorRT-LLM's Draft-Target-Model example. For every request the
+drafter has a draft sequence in the draft engine, which keeps its K/V between steps. After a step the draft sequence
+takes over the target's tokens: from the first token that differs, the target's tokens replace its own, and
+`num_computed` falls back to that token. The draft model computes a token once, and its later tokens never depend on a
+rejected one.
 
 The target's own copy, with quantized weights, computes over the target's K/V cache: the last token and its own drafts
 one at a time, and writes their K/V into the slots that follow what the target has computed. The target's step computes
-the same tokens again and overwrites them before it reads. So there is no second cache, no prompt is computed twice, and
-the K/V that the copy attends to are exact up to the last accepted token. No other sequence sees the copy's K/V: only
-tokens below a sequence's own `num_computed` are published or found again.
+the same tokens again and overwrites them before it reads. So there is no second cache, no prompt is computed twice,
+and the K/V that the copy attends to are exact up to the last accepted token. No other sequence sees the copy's K/V:
+only tokens below a sequence's own `num_computed` are published or found again.
 """
 
 import torch

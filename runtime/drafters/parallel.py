@@ -1,8 +1,9 @@
-"""Drafting by a parallel draft model (PARD, arXiv 2504.18583): an ordinary small model that was trained to fill in mask
-tokens, so that one pass drafts several tokens. || The sequence's last token is followed by mask tokens, one fewer than
-the draft is to have. The logits at the last token give the first drafted token, the logits at the first mask the
-second, and so on. For a draft of four tokens after `a b` the pass computes `b M M M`. The keys and values of masks are
-never kept: the next pass overwrites them.
+"""Drafting by a parallel draft model (PARD, arXiv 2504.18583): an ordinary small model that was trained to fill in
+mask tokens, so that one pass drafts several tokens.
+
+The sequence's last token is followed by mask tokens, one fewer than the draft is to have. The logits at the last token
+give the first drafted token, the logits at the first mask the second, and so on. For a draft of four tokens after `a
+b` the pass computes `b M M M`. The keys and values of masks are never kept: the next pass overwrites them.
 """
 
 from runtime.core.batch import generation_row

@@ -622,12 +622,13 @@ def chooses_all_of_few(config: PreTrainedConfig) -> bool:
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
-    """Number of positions that can be served; None if the config does not state it. || Positions end where rotary
-    factors no longer depend on a token's own position alone. `longrope` has two sets of factors, and transformers
-    switches the whole sequence, computed K/V included, when it grows beyond `original_max_position_embeddings`;
-    `dynamic` changes factors with every token beyond `max_position_embeddings`. PhiMoE keeps its first set and changes
-    the scale, which in published models is the same number. Positions also end where an index would begin to leave out
-    keys.
+    """Number of positions that can be served; None if the config does not state it.
+
+    Positions end where rotary factors no longer depend on a token's own position alone. `longrope` has two sets of
+    factors, and transformers switches the whole sequence, computed K/V included, when it grows beyond
+    `original_max_position_embeddings`; `dynamic` changes factors with every token beyond `max_position_embeddings`.
+    PhiMoE keeps its first set and changes the scale, which in published models is the same number. Positions also end
+    where an index would begin to leave out keys.
     """
     limits = [getattr(config, "max_position_embeddings", None), _positions_of_biases(config)]
     limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _changes(rope, config)]

@@ -1,8 +1,9 @@
-"""Adaptation of a causal model to a parallel draft model (PARD, arXiv 2504.18583): it learns to fill in mask tokens. ||
+"""Adaptation of a causal model to a parallel draft model (PARD, arXiv 2504.18583): it learns to fill in mask tokens.
+
 Masks follow the tokens of a text. Each mask has an anchor, the token behind which a draft begins, and a depth of at
-least 1. The mask of depth d whose anchor has index a is at position a + d and learns the token with index a + d + 1. It
-sees the tokens up to the anchor and the anchor's masks of lower depths, as when it drafts; the tokens themselves learn
-as before, which is depth 0.
+least 1. The mask of depth d whose anchor has index a is at position a + d and learns the token with index a + d + 1.
+It sees the tokens up to the anchor and the anchor's masks of lower depths, as when it drafts; the tokens themselves
+learn as before, which is depth 0.
 
 At each depth only a share of the anchors has masks, chosen from those of the depth before (the paper's conditional
 drop-token): 0.7, 0.49, … of the anchors, and at least a fifth. So a text with eight depths takes the time of three
