@@ -133,7 +133,7 @@ def prune(options: PruneOptions, output: Output) -> None:
     show_pruned(removed, whole - left, left, options.dry_run, output)
     if left > max_bytes:
         num_used = sum(engine not in removed for engine in engines)
-        output.warning(f"{num_used} in use: they take more than `--max-size`, {left:,} bytes")
+        output.warning(f"{num_used} left, because in use; together they take more than `--max-size`: {left:,} bytes")
     output.document(cache_prune_document(removed, left, options.dry_run))
 
 

@@ -290,7 +290,9 @@ def _split_up(source: Source, pretrained: PreTrainedConfig, pieces: list[Piece],
         )
     if splitting.whole:
         warnings.warn(
-            f"each of {tp_size} devices has all of: {', '.join(splitting.whole)}", SpecDecWarning, stacklevel=3
+            f"each of {tp_size} devices has these weights whole, as they cannot be split: {', '.join(splitting.whole)}",
+            SpecDecWarning,
+            stacklevel=3,
         )
     return splitting
 

@@ -183,7 +183,7 @@ def _with_pools(paged: PagedInputs, pools: Iterator[Tensor]) -> PagedInputs:
 
 
 def _few(pool: Tensor) -> Tensor:
-    """The same inputs with pools of few blocks and memory of their own: tracing views of other memory takes long."""
+    """A pool like this one with few blocks, in memory of its own: tracing views of other memory takes long."""
     return torch.empty((_FEW_BLOCKS, *pool.shape[1:]), dtype=pool.dtype)
 
 
