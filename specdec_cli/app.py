@@ -519,7 +519,7 @@ def main() -> None:
         exit_code = 0 if is_spare() else app(prog_name="specdec", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if _stopped_by:
-            # Compiled code may have made another error of what the signal raised in it.
+            # Compiled code may have turned the signal's exception into another error.
             sys.exit(128 + _stopped_by[-1])
         if os.environ.get("SPECDEC_DEBUG") or not isinstance(error, Exception):
             raise

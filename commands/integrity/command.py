@@ -11,7 +11,7 @@ from commands.output.output import Output
 from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular
 
-if TYPE_CHECKING:  # help needs none of it
+if TYPE_CHECKING:  # `--help` needs no import of these
     from runtime.builder.artefacts import ArtefactCheck
 
 _HINTS = {

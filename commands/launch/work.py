@@ -185,7 +185,7 @@ def _run_agent(command: Sequence[str], environment: Mapping[str, str]) -> int:
         with subprocess.Popen(command, env=dict(environment)) as process:
             try:
                 code = process.wait()
-            except BaseException:  # SIGTERM: what was begun ends
+            except BaseException:  # SIGTERM: end the agent that was started
                 process.terminate()
                 raise
     except OSError as error:

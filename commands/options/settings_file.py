@@ -203,7 +203,7 @@ class _Reader:
         if name == "config":
             raise UsageError(f"a file of settings cannot name another: {self.place(key)}", hint="leave the line out")
         if (name in ANSWERS or name in WITHOUT_EFFECT) and (_is_null(node) or _plain(node) is False):
-            return  # what is off needs no answer
+            return  # a setting that is off needs no answer
         flags = Flags(command.name or "", frozenset(options), frozenset(), frozenset())
         try:
             kept = without_foreign([f"--{name}={_text(node)}"], flags)

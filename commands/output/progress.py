@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 INTERVAL_S = 10.0
-_REFRESHES_PER_S = 4  # drawing takes time from what is measured
+_REFRESHES_PER_S = 4  # drawing takes time from the measured work
 
 
 class Advance(Protocol):

@@ -63,7 +63,7 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> list[ServeRequest]:
     """
     if body.top_logprobs and not body.logprobs:
         raise HTTPError(400, "`top_logprobs` needs `logprobs`: true", param="top_logprobs", code="invalid_value")
-    tools_of(body)  # what is wrong with them is told first
+    tools_of(body)  # errors in the tools are reported first
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     prompt = served.llm.encode(chat_tokens(served, body), _max_prompt_len(served, body, max_tokens))[0]
     num_free = max(served.max_model_len - len(prompt), 1)

@@ -76,7 +76,7 @@ _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # them, and behind it of others: as much as quantization itself changes. What is wired wrongly differs by the whole
 # norm, and that quantized layers compute as tightly as any is checked one by one. Of 16 bits it is little, and more
 # than other differences in float32. Keys and values that are quantized are compared as an engine has stored them;
-# those of ranks other than 0 are in other processes.
+# the steps of other ranks are in other processes.
 _QUANTIZED_TOLERANCE = {"int8": TOLERANCE_OF_8_BITS, "int16": 5e-2, "mixed": TOLERANCE_OF_8_BITS}
 
 

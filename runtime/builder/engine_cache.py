@@ -281,7 +281,7 @@ def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterato
     """
     check_private_dir(entry, cache_dir(), entry.parent)
     check_private_entry(entry)
-    max_cache_bytes()  # what is no size is said before anything is made
+    max_cache_bytes()  # an invalid size is an error before anything is made
     is_new = False
     while True:
         if _is_engine(entry, source):

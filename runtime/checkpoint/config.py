@@ -25,7 +25,7 @@ CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # 16: experts were not quantized; 17: attention had no slopes; 18: routers' biases were rounded to 16 bits
 ENGINE_FORMAT_VERSION = 19
 
-# Beyond these nothing useful can be built, and what is asked for is most likely a slip.
+# Beyond these limits nothing useful can be built, and the value is most likely a slip.
 MAX_BATCH_SIZE = 1024
 MAX_DRAFT_LEN = 256
 MAX_TOKENS_PER_BLOCK = 1024

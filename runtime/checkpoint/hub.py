@@ -65,7 +65,7 @@ def parse_name(name: str) -> tuple[str, str | None] | None:
     return found["repo"], found["choice"]
 
 
-@cache  # asked before torch is imported, and again for what is made of it
+@cache  # asked before torch is imported, and again for the engine
 def download(name: str) -> Path:
     """The directory of a model's files, or its GGUF file, downloaded unless it is here. SpecDecError for a repository
     that does not exist or needs permission, for a GGUF model that the repository lacks or has several times, and if

@@ -21,7 +21,7 @@ from runtime.util.files import read_json, write_json
 from runtime.util.panics import panics_held
 
 SAVED = "saved_tokenizer.json"
-# What a tokenizer is made of: if one of them changes, what was saved is of another tokenizer.
+# Files that a tokenizer is read from: if one of them changes, the saved tokenizer is outdated.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model",

@@ -101,7 +101,7 @@ class StepForm:
             few, num_layers = [stand_ins.index(i) for i in sorted(set(stand_ins))], len(stand_ins)
             pools = [[part[start + i] for start in range(0, len(part), num_layers) for i in few] for part in pools]
         of_tokens, of_tables = {0: "rows", 1: "tokens"}, {0: "rows", 1: "blocks of a row"}
-        of_pools = [[{0: "num_blocks"}] * len(part) for part in pools]  # of which all layers have as many
+        of_pools = [[{0: "num_blocks"}] * len(part) for part in pools]  # all layers have the same number of blocks
         sizes: list[Any] = [of_tokens, of_tokens, of_tokens, of_tables, {0: "logits"}, *of_pools]
         if states := self.shapes.states:  # slots of one kind of layer are of one length
             kinds = [(one, f"length_{one.num_before}", f"numbers_{i}") for i, one in enumerate(states)]
@@ -200,7 +200,7 @@ def by_trace(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> G
     with _WithoutNumbers():
         small = [torch.empty([*map(_smaller, one.shape)], dtype=one.dtype) for one in pytree.tree_leaves(given)]
     other = trace(module, pytree.tree_unflatten(small, pytree.tree_structure(given)))
-    graph = trace(module, given)  # the last one: of it is what the module may have kept
+    graph = trace(module, given)  # traced last: tensors that the module kept belong to it
     _check_same(graph, other)
     return graph
 
@@ -272,7 +272,7 @@ class _WithoutNumbers(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output: Any = super().dispatch(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.detach.default and self.recorder is not None:
-            self.recorder.know_copy(output, args[0])  # by torch.zeros and the like, of what the operation gave
+            self.recorder.know_copy(output, args[0])  # torch.zeros and the like detach their result
         return output
 
 
@@ -286,7 +286,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode_key, self.pre_dispatch, self.enter_stack = torch._C._TorchDispatchModeKey.PROXY, True, []
         self._graph, self._fake = Graph(), mode
         self._nodes: dict[int, Node] = {}
-        self._known: list[Tensor] = []  # or another tensor might have the number of one that is gone
+        self._known: list[Tensor] = []  # otherwise a new tensor might get a freed one's id
         self._weights: dict[Node, Tensor] = {}
         self.is_paused = False
 

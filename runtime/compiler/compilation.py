@@ -110,7 +110,7 @@ def _token_step(trace: Callable[[], "CutStep"]) -> TokenStep | str:
     from runtime.compiler.token_program import lower
 
     with _without_stack_traces(), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # those of a trace concern torch's developers
+        warnings.simplefilter("ignore")  # warnings of a trace concern torch's developers
         try:
             cut = trace()
             programs = [lower(program) for program in cut.programs]
@@ -192,7 +192,7 @@ def add_program(step: Any, code: bytes, weights: Mapping[str, Tensor], places: l
 @contextmanager
 def _without_stack_traces() -> Iterator[None]:
     """Record no stack traces for a graph's nodes within the block, which saves time."""
-    import torch.fx.config as config  # of which torch imports no name
+    import torch.fx.config as config  # torch itself imports no name from it
 
     before = config.do_not_emit_stack_traces
     config.do_not_emit_stack_traces = True

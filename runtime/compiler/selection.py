@@ -34,13 +34,13 @@ def select_early(module: GraphModule, indices: str) -> None:
     (pick,) = picks
     num_tokens = pick.args[0].meta["val"].shape[1]
     changed = _changed(graph)
-    late = {pick}  # what is computed of picked tokens
+    late = {pick}  # nodes computed from picked tokens
     for node in reversed(list(graph.nodes)):
         users = {user for user in node.users if user.target is not _ATEN._assert_tensor_metadata.default}
         reads_changed = not changed.isdisjoint(node.all_input_nodes)  # picked early, it would lack what comes later
         if users and users <= late and not reads_changed and _is_token_wise(node, num_tokens):
             late.add(node)
-    # A part of what was divided for others too is picked itself.
+    # If a split has other readers too, only this part of it is picked.
     late -= {node for node in late if node.target is getitem and node.args[0] not in late}
     picked: dict[Node, Node] = {}
     for node in [n for n in graph.nodes if n in late and n is not pick]:

@@ -110,8 +110,8 @@ class _Lowering:
         self.numbers: dict[float, int] = {}
         self.blocks: dict[tuple[int, str], _Block] = {}
         self.kernels: dict[int, list[_Kernel]] = {}
-        self.homes: dict[Source, _Block] = {}  # of what operations make
-        self.unfilled: dict[Source, list[tuple[View, View]]] = {}  # and what is written into which part of them
+        self.homes: dict[Source, _Block] = {}  # blocks of the operations' results
+        self.unfilled: dict[Source, list[tuple[View, View]]] = {}  # with the views written into their parts
         self.inputs: set[Source] = set()
         self.shown: dict[Source | None, dict[Node, None]] = {}  # nodes that are views of a source
         self.spaces: list[str] = []
@@ -393,7 +393,9 @@ class _Lowering:
         if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
             raise CannotBeLowered(f"{node} takes {dict(node.kwargs)}")
         views = [self._view(one) for one in node.args[:2]]
-        if name in ("add", "sub") and isinstance(node.args[1], float):  # torch rounds what it adds, and no factor
+        if name in ("add", "sub") and isinstance(
+            node.args[1], float
+        ):  # torch rounds a number that it adds, but no factor
             views[1] = self._number(torch.tensor(node.args[1], dtype=node.meta["val"].dtype).item(), views[0].dtype)
         return self._compute(name, views, *_form(node))
 

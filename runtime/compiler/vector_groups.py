@@ -206,7 +206,7 @@ def _layer_norm(block: _Calls, last: Call) -> _Found | None:
     if last.name == "mul" and last.out is not None and last.out.source is not None:
         readers = block.readers.get(last.out.source, [])
         if len(readers) == 1 and readers[0].name == "add" and any(_is_weight(one) for one in readers[0].operands):
-            return None  # of which it is a part
+            return None  # the product is a part of that norm
         return _scaled_difference(block, last, last, [], [])
     if last.name != "add":
         return None

@@ -243,7 +243,7 @@ def main() -> None:
     with os.fdopen(files["state"], "rb") as state:
         tokenizer_json, vocab_size, end_ids, limits = json.loads(state.read())
     vocabulary = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=end_ids)
-    start_of(vocabulary, written("grammar", 'root ::= "a"'))  # what is made once for a vocabulary
+    start_of(vocabulary, written("grammar", 'root ::= "a"'))  # makes the tables that a vocabulary needs once
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     server = socket.socket(fileno=files["server"])
     gc.disable()

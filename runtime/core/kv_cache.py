@@ -224,7 +224,7 @@ class BlockManager:
             self._hold(source)
             return source
         if unheld:
-            self._free.move_to_end(source)  # or the allocation could hand out what it is to be copied from
+            self._free.move_to_end(source)  # otherwise the allocation could hand out the source
         return self._allocate()
 
     def _evict(self, block: int) -> None:

@@ -47,7 +47,7 @@ class DraftState:
             position = len(draft_sequence.tokens)
             token = draw(probs, draft_sequence.sampler.draft_uniform(position, position - len(self.tokens)))
             self._add(token, probs)
-            # It was drawn, so it stays: leaving an end id out would change the distribution of what is verified.
+            # It was drawn, so it stays: leaving an end id out would change the distribution of the verified tokens.
             self.has_ended |= token in draft_sequence.request.end_ids
         else:
             self._keep(draft_sequence.sampler.choose(draft_sequence.tokens, logits))

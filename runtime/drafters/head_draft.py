@@ -280,7 +280,7 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
     if head.reads_target:
         head.read_layers_of(target)
     if sum(file.stat().st_size for file in config.weight_files) > _LITTLE_BYTES:
-        trim()  # as much as the weights again: those that were read, and packed
+        trim()  # the weights were in memory twice: as read, and packed
     name = digest(map(file_digest, config.weight_files)) if engine.has_disk else None
     cache = engine.add_head(head, name)
     if head.uses_kernels:

@@ -357,7 +357,7 @@ class PardDrafter(DraftTargetDrafter):
     def open(self, opening: "Opener") -> "OpenDrafter":
         from runtime.drafters.heads.head_config import check_is_parallel
 
-        check_is_parallel(self.model)  # before an engine is built of it
+        check_is_parallel(self.model)  # before an engine is built from it
         return super().open(opening)
 
 

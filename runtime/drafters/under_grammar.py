@@ -51,7 +51,7 @@ def _fitting(sequence: Sequence, draft: Draft, forced: list[int], max_draft_len:
         return draft
     num_legal = sequence.sampler.num_legal(sequence.tokens, draft.tokens)
     if draft.probs is not None:
-        # An illegal token that was drawn is sent too: its rejection is part of what makes the distribution exact.
+        # A forbidden token that was drawn is sent too: the distribution is exact only if the target rejects it.
         return draft.cut(num_legal + 1)
     tokens = forced or draft.tokens[:num_legal]
     num_predicted = 0 if forced else min(draft.num_predicted, num_legal)

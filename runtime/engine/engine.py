@@ -42,7 +42,7 @@ from runtime.util.locks import MODEL_INIT_LOCK
 from runtime.util.out_of_memory import is_out_of_memory, out_of_memory
 from runtime.util.thread_turns import ThreadTurns
 
-# A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
+# A prompt is computed in pieces: other requests wait less for it, and a piece does not read later blocks.
 DEFAULT_MAX_NUM_TOKENS = 512
 SHORT_ROW = 32
 """Length, in tokens, of the longest row that is computed together with other rows."""
@@ -324,7 +324,7 @@ class Engine:
                 self._states.pools.clear()
                 self._states.pools_of_ranks.clear()
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # the next engine's cache is sized by what is free
+                torch.cuda.empty_cache()  # the next engine's cache is sized by the free memory
 
     @property
     def failure(self) -> SpecDecError | None:
@@ -431,7 +431,7 @@ class Engine:
                     head.copy_block(copy)
                 if self.ranks is not None:
                     self.ranks.copy_block(copy)
-        except BaseException:  # Ctrl-C between two layers: what was found is there in part
+        except BaseException:  # Ctrl-C between two layers: the K/V were copied in part
             sequence.num_computed = 0
             raise
         for head in self._heads:

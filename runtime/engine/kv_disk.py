@@ -81,7 +81,7 @@ class Rates:
         self.compute_s = _mean(self.compute_s, seconds / num_tokens)
 
     def read(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens < _LEAST_TIMED:  # most of it is what any read takes
+        if num_tokens < _LEAST_TIMED:  # most of the time is the fixed cost of a read
             return
         self.read_s = _mean(self.read_s, seconds / num_tokens)
 
@@ -230,7 +230,7 @@ class KVDisk:
         except Damaged as error:
             self._fail(self._reader, error)  # the writer sees that its database was replaced
         except (TimeoutError, Unwritable):
-            pass  # what is told of other engines is not worth waiting for
+            pass  # a note about other engines is not worth waiting for
         blocks.on_evict = self._copy
 
     def _check_size(self, directory: Path, max_bytes: int | None, config: EngineConfig) -> None:
@@ -571,7 +571,7 @@ class KVDisk:
             num_bytes += sum(map(len, data.values()))
             if num_bytes >= _BATCH_BYTES and not end_batch():
                 return ids
-        if batch or not blocks:  # what was written before counts as used now
+        if batch or not blocks:  # records written before count as used now
             end_batch()
         return ids
 

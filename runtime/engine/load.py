@@ -234,7 +234,7 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
             code="engine",
         )
     shapes = _shapes_by_model(json.dumps(config.pretrained_config), config.mapping.tp_size)
-    shape = config.step_shape  # of what the model has no say in
+    shape = config.step_shape  # the parts that the model does not determine
     return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=shapes.layers, states=shapes.states)
 
 

@@ -139,7 +139,7 @@ class _Distributed:
         if getattr(_here, "group", None) is self:
             _here.group = None
         if self._group is not None:
-            with suppress(RuntimeError):  # of what was aborted
+            with suppress(RuntimeError):  # raised by aborted operations
                 self._group.shutdown()
             self._group = None
 

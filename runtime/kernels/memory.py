@@ -20,7 +20,7 @@ from torch import Tensor
 # mallopt(3), of glibc: what is free at the top of the heap is given back beyond the first, the heap grows by the
 # second, and what is larger than the third is not of the heap (32 MiB is the most it takes).
 _MALLOC = {-1: 1 << 30, -2: 64 << 20, -3: 32 << 20}
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python has no name of it before 3.13
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python has no name for it before 3.13
 Mapping = TypeVar("Mapping", bound=mmap.mmap)
 # Of what may never be used up: a huge page, 2 MiB, is zeroed as a whole when a byte of it is used, and made room for.
 _SMALL_PAGES_FIRST = 2 << 20

@@ -118,7 +118,7 @@ def describe_kernels() -> None:
     def experts_linear(x: Tensor, packed: Tensor, chosen: Tensor, num_outputs: int, *settings: int) -> Tensor:
         return x.new_empty(chosen.shape[0], num_outputs)
 
-    def short_conv(inputs: Tensor, *others: object) -> Tensor:  # and a scan of what is added
+    def short_conv(inputs: Tensor, *others: object) -> Tensor:  # and a scan, by its additions
         return torch.empty_like(inputs)
 
     def linear_attention(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:

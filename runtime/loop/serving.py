@@ -439,7 +439,7 @@ def _default_drafter(session: Session, copied: CopiedTexts) -> Drafter | None:
 
 def _progress_of(sequence: Sequence, before: Progress) -> Progress:
     stats = sequence.stats
-    is_first = before.num_steps == 0  # what is found when it is continued later was its own
+    is_first = before.num_steps == 0  # tokens found when it is continued later are its own
     num_cached = min(stats.num_reused_tokens, len(sequence.request.prompt_tokens))
     return Progress(
         stats.num_generated_tokens,

@@ -45,7 +45,7 @@ class PagedInputs:
     slot_mapping: Tensor  # (B, Q) int64
     block_tables: Tensor  # (B, N) int64
     layers: tuple[int, ...]  # numbers of layers that have keys and values
-    state_layers: tuple[int, ...] = ()  # and of those that have a state
+    state_layers: tuple[int, ...] = ()  # and of the layers that have a state
     state_slots: Tensor | None = None  # (B,) int64
     state_pools: list[Tensor] = field(default_factory=list)  # see `runtime.core.states.state_pools`
     masks: dict[tuple[int | None, int | None, int], Tensor] = field(default_factory=dict)

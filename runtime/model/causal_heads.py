@@ -39,7 +39,7 @@ def has_causal_class(model_type: str) -> bool:
         MODEL_FOR_CAUSAL_LM_MAPPING.register(config_class, made, exist_ok=True)  # type: ignore[arg-type]
     if family.weights_as is not None and get_checkpoint_conversion_mapping(model_type) is None:  # type: ignore[no-untyped-call]
         mapping = get_checkpoint_conversion_mapping(family.weights_as)  # type: ignore[no-untyped-call]
-        # Names of one inside another are those of the language model by itself (`model.names_in_whole`).
+        # A language model inside another has the names of the language model alone (`model.names_in_whole`).
         names = (one for one in mapping if not isinstance(one, WeightConverter))
         inside = [one for one in names if family.is_published_alone and not one.source_patterns[0].startswith("^")]
         pieces: list[Any] = [one for one in mapping if isinstance(one, WeightConverter)]

@@ -23,7 +23,7 @@ from runtime.util.errors import SpecDecError, SpecDecWarning
 from runtime.util.locks import quiet_transformers
 from runtime.util.reading import shown
 
-# Sizes of which there is no model with fewer than one.
+# Sizes that are at least 1 in every model.
 _SIZES = {
     "max_position_embeddings": "positions",
     "hidden_size": "hidden units",
@@ -78,7 +78,7 @@ _OF_OTHERS = {
     # what transformers once wrote into every config
     *("add_cross_attention", "finetuning_task", "is_decoder", "is_encoder_decoder", "prefix", "pruned_heads"),
     *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16", "use_cache"),
-    # of how a program computes, not of what
+    # they say how a program computes, not which result
     *("ep_size", "num_logits_to_keep", "use_mamba_kernels", "use_flash_attn", "for_llm_compressor", "seq_aux"),
     "spd_type",  # PARD's
     *("chunk_size_feed_forward", "output_router_logits", "use_mem_eff_path", "moe_shared_expert_overlap"),
@@ -476,7 +476,7 @@ def _attributes_of(kind: Any) -> set[str]:
     """
     try:
         computed = set(vars(kind()))
-    except Exception:  # a class without an instance for its defaults: its validators raise what they like
+    except Exception:  # a class that cannot be made from its defaults: its validators may raise anything
         computed = set()
     renamed = {*kind.attribute_map, *kind.attribute_map.values()}
     return {*inspect.signature(kind).parameters, *dir(kind), *kind.sub_configs} | renamed | computed

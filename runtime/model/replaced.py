@@ -145,7 +145,7 @@ class OwnAttention(Attends):
             attended: tuple[Tensor, Tensor] = super()._attn(query, key, value, attention_mask)  # type: ignore[misc]
             return attended
         window = self.config.window_size if getattr(self, "attention_type", None) == "local" else None
-        if window is not None:  # of which only GPT-Neo's own mask knows, which lies beside this one
+        if window is not None:  # only GPT-Neo's own mask, beside this one, knows it
             own = self.bias[:, :, : key.shape[2], : key.shape[2]]  # type: ignore[index]
             attention_mask = None if "paged" in taken else attention_mask.masked_fill(~own, -torch.inf)  # type: ignore[union-attr]
         divisor: Any = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)  # GPT-Neo has none

@@ -281,7 +281,7 @@ def _aligned(num_bytes: int) -> int:
 
 _HUGE_PAGE = 1 << 21
 _READ_AT_ONCE = 1 << 30  # bytes: Linux reads no more than 2 GiB
-_KEPT_BYTES = 64 << 20  # of what has been read stay: the weights of small models are read once
+_KEPT_BYTES = 64 << 20  # of weights that were read are kept: small models' weights are read once
 
 
 @dataclass
@@ -381,7 +381,7 @@ def is_absent(tensor: Tensor) -> bool:
 
 def _memory_of(tensor: Tensor) -> _FileMemory | None:
     if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
-        return None  # what is traced has no memory
+        return None  # tensors of a trace have no memory
     return _memories.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
 

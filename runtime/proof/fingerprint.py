@@ -98,7 +98,7 @@ def digest_of_logits(engine: Engine) -> str | None:
     as a step. None if other generations hold the K/V blocks and must be continued first.
     """
     tokens = fixed_tokens(engine.config.vocab_size, _num_tokens(engine))
-    # The last token alone is the request's prompt for the loop: nothing of it is found in the cache, nor looked up.
+    # For the loop, the last token alone is the request's prompt: none of it is looked up or found in the cache.
     sequence = Sequence.start(Request(0, tuple(tokens), 1))
     with engine.without_disk():
         engine.clear_cache()

@@ -162,7 +162,7 @@ class ChatTemplate:
                 f"the chat template uses a value that no conversation has: {error}", hint=_OTHER
             ) from None
         except Exception as error:  # a template is a program that comes with a model, and fails as programs do
-            if type(error) is TemplateError:  # what a template says itself; jinja's own are kinds of it
+            if type(error) is TemplateError:  # raised by the template itself; jinja raises subclasses
                 raise SpecDecError(
                     f"the chat template refuses the conversation: {error}", hint="check which roles the model supports"
                 ) from None

@@ -58,7 +58,7 @@ class CorpusFile:
         def read(position: int) -> bytes:
             try:
                 return pread(descriptor, num_bytes, base + 4 * position)
-            except OSError as error:  # by a row that is none of what was opened, too
+            except OSError as error:  # also if a row points outside the opened file
                 self.check_is_the_same()
                 raise SpecDecError(
                     f"the corpus cannot be read ({error.strerror}): {self._path}", hint=DAMAGED, code="damaged_corpus"
@@ -101,7 +101,7 @@ def raise_replaced(path: Path) -> NoReturn:
     raise SpecDecError(f"the corpus was written over while it was read: {path}", hint="start again when it is written")
 
 
-CORPUS_FORMAT_VERSION = 2  # 1: what it says of itself had no digest
+CORPUS_FORMAT_VERSION = 2  # 1: its metadata had no digest
 _CLOSING = b"\xff\xff\xff\xff"
 _TOKEN_BYTES = 4
 _MIN_SHARE = 8  # one in this many
@@ -271,7 +271,7 @@ class Corpus:
         if found is not None:
             size, start = found
             match = Match(size, start, self._end_row(encoded[-_TOKEN_BYTES * size :], start))
-        self.check_is_the_same()  # now: what was read before was of the file that was opened
+        self.check_is_the_same()  # now: the bytes read before came from the opened file
         return match
 
     def continuation(self, match: Match, max_len: int) -> list[Continuation]:

@@ -296,7 +296,7 @@ class OutputParser:
             if not text.startswith(rest):
                 return False
             if not (yield from self._more()):
-                self._at = len(self._text) if self._is_cut else self._at  # what there was room for of it
+                self._at = len(self._text) if self._is_cut else self._at  # a tag that was cut off
                 return False
 
     def _expect(self, text: str) -> Reading:

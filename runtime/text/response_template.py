@@ -55,7 +55,7 @@ class TemplateParser:
         if not self._has_failed:
             try:
                 events = read()
-            except Exception:  # what is no call of this format is text
+            except Exception:  # text that is no call of this format stays text
                 self._has_failed, self._is_in_call = True, False
         if self._has_failed:
             text, self._untold = self._untold, ""

@@ -257,7 +257,7 @@ def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], name
     try:
         return find_tokenizer(directory, pretrained_config)
     except SpecDecError as error:
-        if error.code == "engine":  # what was saved of it is damaged
+        if error.code == "engine":  # the saved tokenizer is damaged
             raise
         why = f"{error.message} ({error.hint})".replace(str(directory), str(named))
         warnings.warn(f"the engine takes token ids only: {why}", SpecDecWarning, stacklevel=3)

@@ -341,7 +341,7 @@ def keep_digest(path: Path, sha256: str) -> None:
     """
     with path.open("rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
-        # Or its time would not tell it from what is written into it next.
+        # Otherwise its time would not differ after a next write.
         time.sleep(max(stamp.mtime_ns + _TIME_STEP_NS - time.time_ns(), 0) / 1e9)
         kept = cache_dir() / "digests" / _known_as(file, stamp, ())
     _keep(kept, stamp, (), sha256)

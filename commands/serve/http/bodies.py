@@ -282,7 +282,7 @@ async def _send(send: Send, body: bytes) -> None:
     if body:
         await send({"type": "http.response.body", "body": body, "more_body": True})
         if len(body) >= _PIECE:
-            await asyncio.sleep(0)  # where there is room for all of it, nobody else had a turn
+            await asyncio.sleep(0)  # a body that fits the buffer would give others no turn
 
 
 def encode(document: dict[str, Any]) -> bytes:

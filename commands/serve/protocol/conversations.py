@@ -413,6 +413,6 @@ def ended_after(seconds: float) -> Iterator[None]:
         finally:
             with lock:
                 is_over = True
-            timer.cancel()  # what was raised meanwhile arrives by the end of this call
+            timer.cancel()  # an exception raised meanwhile arrives before this call ends
     except _TooLong:
         raise TimeoutError from None

@@ -113,7 +113,7 @@ class PieceStream:
         tokens = self.answer.output_tokens
         start, self._num_read = self._num_read, len(tokens)
         marked = self._marked(tokens, start, progress.num_steps) if self.marks_tokens else []
-        # With marks all of it has been read, and nothing is left.
+        # With marks the parser has read the whole text, and nothing is left.
         text = "".join(one["text"] for one in marked) + self._text.next_piece(tokens, finished=self._is_over)
         if self.special is not None:
             marked = [one | {"text": self.special.named(one["text"])} for one in marked]

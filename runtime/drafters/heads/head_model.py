@@ -79,7 +79,7 @@ class FusedNorm(nn.Module):
 
     def __init__(self, scale: Tensor, eps: float, weight: Tensor) -> None:
         super().__init__()
-        self.eps, self.weight = eps, weight  # of which layers ask the dtype
+        self.eps, self.weight = eps, weight  # layers ask for the weight's dtype
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def output_tensor(config: HeadConfig) -> SourceTensor:
     if config.kind == "mtp":
         named = shared_with_target(entries, embeddings_of(config))
     tied = ("model.embed_tokens.weight", "model.embeddings.weight", "embed_tokens.weight")
-    is_there = any(name.startswith("lm_head.") for name in named)  # as one that is quantized may be
+    is_there = any(name.startswith("lm_head.") for name in named)  # also if it is quantized, under other suffixes
     found = next((named[name] for name in (("lm_head.weight",) if is_there else tied) if name in named), None)
     if found is None or not found.is_float or config.reads_target_output:
         raise SpecDecError(

@@ -172,7 +172,7 @@ class ChainedMtp(nn.Module):
         outputs = [*before[1:], before[0]]
         for depth, head in enumerate(self.heads):
             if depth < num_drafted:
-                continue  # it has drafted, and what it would make of these tokens is not read again
+                continue  # it has drafted, and its outputs for these tokens are not read again
             if depth > num_drafted and Q > 1:
                 below = outputs[depth - 1].view(B, Q, -1)[:, :-1]
                 before[depth] = torch.cat([before[depth].view(B, Q, -1)[:, :1], below], 1).flatten(0, 1)

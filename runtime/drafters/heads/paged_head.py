@@ -131,7 +131,7 @@ class HeadProgram:
 
     def __call__(self, batch: Batch, states: Tensor, paged: PagedInputs) -> Tensor:
         """Outputs [B x Q, state_size], from states of the same shape."""
-        own = states[:, : self._pass.width].contiguous()  # behind them an assistant has what it drafts from
+        own = states[:, : self._pass.width].contiguous()  # an assistant's output for logits lies behind them
         outputs: Tensor = self._step.run(_tensors(batch, own, paged))[0]
         return outputs
 

@@ -83,7 +83,7 @@ def measure(
         session.clear_cache()
         stats_before, num_slots = llm.engine.state_stats, llm.engine.num_state_slots
         before = session.run(requests, speculate=False)
-        if num_slots:  # the second prompt with a beginning misses its state, and keeps it for those that follow
+        if num_slots:  # the second prompt with a beginning misses its state, and keeps it for later prompts
             session.run(requests, speculate=False)
         second = llm.engine.state_stats
         findable, found = _find_again(llm.engine, requests)

@@ -109,7 +109,7 @@ def step_s(step: ReplayedStep, costs: CostModel, max_num_tokens: int) -> float:
     if step.is_first:
         rows = zip(step.num_tokens, step.draft_lens, strict=True)
         return sum(costs.context_s(prompt + drafted, max_num_tokens) for prompt, drafted in rows) + costs.host_s
-    # The last token of each row is computed in this step, so its context is what is before it.
+    # The last token of each row is computed in this step, so its context is the tokens before it.
     context_len = round(sum(step.num_tokens) / num_rows) - 1
     return costs.iteration_s(num_rows, context_len, sum(step.draft_lens) / num_rows)
 

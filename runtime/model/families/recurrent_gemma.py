@@ -31,7 +31,7 @@ class GriffinBlock(Mixer):
         steps = _by_blocks(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias).sigmoid().float()
         decay = -8.0 * F.softplus(unit.recurrent_param.float())
         position = kwargs["position_ids"].float().unsqueeze(-1)
-        kept = torch.exp(2.0 * (steps * decay)) * position.clamp(max=1.0)  # none of what is before the first token
+        kept = torch.exp(2.0 * (steps * decay)) * position.clamp(max=1.0)  # 0 for inputs before the first token
         added = (x * input_gate).float() * torch.sqrt(1.0 + -kept)
         one = position * 0.0 + 1.0  # a channel has one number
         scanned = states.scan((added, steps, one, one), decay.unsqueeze(0)).to(x.dtype)
