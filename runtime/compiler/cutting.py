@@ -638,8 +638,8 @@ IN_LAYER = "layer."
 
 
 def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]:
-    """Map the weights that one layer's program reads to another layer's weights of the same names; constants that
-    tracing made stay the program's own.
+    """Function from the name of a weight in one layer's program to the weight of this name in `layer`, a layer of the
+    same kind. Constants that tracing made are the program's own.
     """
 
     def get(name: str) -> Tensor:
