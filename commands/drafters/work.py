@@ -61,7 +61,7 @@ def show_drafters(
             found.add(rival, written_flags(rival.candidate, (0,)), llm)
         for drafter in drafters:
             _try(found, llm, drafter, "--spec-decode-algo MTP", output)
-        if inputs.engines.self_draft is not None:
+        if inputs.engines.has_copy:
             copy = f"--self-draft {inputs.engines.self_draft} --spec-decode-algo SELF"
             _try(found, llm, SelfDrafter(), copy, output)
         else:

@@ -107,7 +107,7 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "engine_for_model": "it answers prompts as it is: `specdec run {path}`",
     "engine_for_checkpoint": "give the directory that `specdec convert` wrote",
     "exists": "`--force` replaces it",
-    "group_size": ("quantize whole rows: `--group-size -1`", "quantize to `--qformat int8`"),
+    "group_size": ("quantize whole rows: `--group-size -1`", "quantize to `--quantization int8`"),
     "aot_on_gpu": ("use `--compiler torch-compile`", "use no compiler: `--compiler none`"),
     "lacks_operations": ("use `--compiler torch-compile`", "use no compiler: `--compiler none`"),
     "layers_of_another_head": (
@@ -129,7 +129,7 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "no_gpu": "build with `specdec build --device cpu`",
     "no_head_of_layers": (
         "`--draft-model-dir` takes a trained head",
-        "quantize a draft model: `specdec convert --qformat {value}`",
+        "quantize a draft model: `specdec convert --quantization {value}`",
     ),
     "no_layer_that_drafts": (
         "name a head with `--draft-model-dir`",
@@ -154,7 +154,7 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "no_tokenizer_for_ids": "list the token ids in a file: `--draft-vocab FILE`",
     "no_unquantized_model": (
         "leave `--quality-text` out",
-        "convert the model again: `specdec convert --qformat FORMAT`",
+        "convert the model again: `specdec convert --quantization FORMAT`",
     ),
     "no_token_left": "relax the penalties, `--no-repeat-ngram-size`, `--bad-words`, `--min-tokens` or "
     "`--allowed-token-ids`",
@@ -183,7 +183,7 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
         Advice("build with a larger `specdec build --max-input-len`"),
         larger("max_seq_len")[1],
     ),
-    "quantized_already": "leave `--qformat` out, or give the unquantized model",
+    "quantized_already": "leave `--quantization` out, or give the unquantized model",
     "request_past_positions": "lower `--max-output-len`",
     "request_too_long": (
         "lower `--max-output-len`",
@@ -191,7 +191,7 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     ),
     "self_draft_bits": (
         "leave `--self-draft` out",
-        "convert the model to a format with more bits: `specdec convert --qformat FORMAT`",
+        "convert the model to a format with more bits: `specdec convert --quantization FORMAT`",
     ),
     "self_draft_split": ("leave `--self-draft` out", "convert the model without `specdec convert --tp-size`"),
     "size_of_no_vocab": "give a vocabulary too, such as `--draft-vocab auto`",
@@ -267,7 +267,7 @@ _OF_COMMANDS = {
 def flag_of_setting(name: str) -> str | None:
     """The flag of a setting: of a request's field, a drafter's setting or an option of an engine; None if none has."""
     has_flag = (name in FIELDS and FIELDS[name][1].flag is not None) or users_of(name)
-    if has_flag or (name in OPTIONS and OPTIONS[name][1].flags is not None):
+    if has_flag or (name in OPTIONS and OPTIONS[name][1].flags):
         return as_flag(name)
     return _OF_COMMANDS.get(name)
 
@@ -329,8 +329,7 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
         if _flag(error) == "`--dtype`" and words_of("quantization").get(value := str(problems()[0]["input"]).lower()):
-            flag = normalize_name("quantization", getattr(where, "info_name", None) or "")
-            hint = f"`--{flag} {value}` quantizes the weights"
+            hint = f"`--quantization {value}` quantizes the weights"
         return _value_message(_flag(error), problems()[0]) + _origin(error), hint
     near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")
