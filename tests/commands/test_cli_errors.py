@@ -272,7 +272,7 @@ PROMPTS = [
     case(RUN + "--max-output-len 300", 1, "256 positions", "300", "`--max-output-len`"),
     case(
         RUN + "--max-output-len 159", 1, "160", "159",
-        "`--max-output-len`", "`specdec build --max-seq-len`", "`--model-dir`",
+        "`--max-output-len`", "`specdec build --max-seq-len`",
     ),
     case(
         NO_INPUT + "--input-file in.jsonl", 1, "1", "`prompt`", "`prompt_ids`", "`messages`",
