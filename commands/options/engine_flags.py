@@ -16,7 +16,7 @@ from runtime.builder.engine_options import (
     value_of,
     words_of,
 )
-from runtime.checkpoint.config import MAX_SEQ_LEN, USUAL_MAX_DRAFT_LEN
+from runtime.checkpoint.config import MAX_SEQ_LEN, USUAL_MAX_DRAFT_LEN, IntFormat
 from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.util.errors import UsageError
 
@@ -127,14 +127,14 @@ class ModelEngineOptions(_ModelFlags):
         False
     )
 
-    @property
-    def has_copy(self) -> bool:
-        """True if a copy of the weights is to draft."""
-        return self.options.get("self_draft") is not None
-
     def changed(self, **options: Any) -> "ModelEngineOptions":
         """The same with other values of these options."""
         return replace(self, **options)
+
+    @property
+    def copy(self) -> IntFormat | None:
+        """Format of the copy for self-drafting; None where none is asked for."""
+        return self.options.get("self_draft")
 
 
 @dataclass(frozen=True)
