@@ -31,7 +31,7 @@ _PANELS = {
 
 
 def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more: str = "", **others: Any) -> Any:
-    """The flag of an option, with its help, its range and its default; `more` is added to the help, and `others` are
+    """The flag of an option, with its help, its range and its default. `more` is added to the help, and `others` are
     Typer's settings in which a command differs.
     """
     described, bounds = OPTIONS[name][1], bounds_of(name)
@@ -44,7 +44,9 @@ def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more:
 
 
 def _kind(name: str) -> Any:
-    """Type of an option's flag: words, a number or a text. One with other spellings is a text, in any case."""
+    """Type of an option's flag: a set of words, a number or a text. An option whose words have other spellings takes a
+    text in upper or lower case.
+    """
     hint, described = OPTIONS[name]
     if described.spellings:
         return str
@@ -55,7 +57,7 @@ def _kind(name: str) -> Any:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """`(int, None)` of `int | None`, and of the same with metadata."""
+    """The members of a type: `(int, None)` for `int | None`, also if the type has metadata."""
     inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return get_args(inner) or (inner,)
 
@@ -65,10 +67,10 @@ def _plain(hint: Any) -> Any:
 
 
 class _Options:
-    """A group of flags of an engine's options; None where nothing was given."""
+    """A group of flags of an engine's options; a flag is None if not given."""
 
     def check(self) -> None:
-        """UsageError for a word that an option does not take."""
+        """UsageError for an unknown number format, or formats that do not fit together."""
         for name, value in vars(self).items():
             if name in OPTIONS and isinstance(value, str) and (words := words_of(name)) and value.lower() not in words:
                 *first, last = literals_of(OPTIONS[name][0])
@@ -79,14 +81,14 @@ class _Options:
 
     @property
     def options(self) -> EngineOptions:
-        """The options that are given, in the words of `LLM`."""
+        """The options whose flags are given, with the values that `LLM` has for their words."""
         given = {name: value_of(name, value) for name, value in vars(self).items() if name in OPTIONS}
         return cast(EngineOptions, {name: given[name] for name in given if getattr(self, name) is not None})
 
 
 def _make_flags(group: FlagGroup, panel: str | None, more: str = "", **differing: dict[str, Any]) -> Any:
-    """A group of options: the flags of one group of the descriptions, in one panel or by `_PANELS`; None if not given.
-    `differing`: the arguments of `engine_flag` in which a flag is the command's own.
+    """A group of options: the flags of a group of the descriptions; None if not given. They are in one panel, or in the
+    panels of `_PANELS`. `differing` are arguments of `engine_flag`, by the name of the option.
     """
     flags = []
     for name, (_, described) in OPTIONS.items():
@@ -121,25 +123,25 @@ else:
 
 @dataclass(frozen=True)
 class ModelEngineOptions(_ModelFlags):
-    """Options of the engine that is made of a model; None where nothing was given."""
+    """Options of the engine that is made from a model; None if not given."""
 
     no_cache: Annotated[bool, option(LEADER, "Build a new engine for `--model-dir` and discard it.", "--no-cache")] = (
         False
     )
 
     def changed(self, **options: Any) -> "ModelEngineOptions":
-        """The same with other values of these options."""
+        """A copy with other values for some of these options."""
         return replace(self, **options)
 
     @property
     def copy(self) -> IntFormat | None:
-        """Format of the copy for self-drafting; None where none is asked for."""
+        """Number format of the self-draft copy; None if no copy is asked for."""
         return self.options.get("self_draft")
 
 
 @dataclass(frozen=True)
 class DraftOutputOptions(_DraftFlags):
-    """Output layer that drafts; None where nothing was given."""
+    """Options of the output layer that drafts; None if not given."""
 
     @property
     def settings(self) -> DraftOutputSettings:

@@ -19,18 +19,18 @@ PANELS = (INPUT, SERVER, CLUSTER, RUNTIME, QUANTIZATION, SPECULATION, SAMPLING, 
 
 
 def option(panel: str, help_text: str, *names: str, shown: str | bool = True, **others: Any) -> Any:
-    """A flag, in a panel of `--help`, where `shown` stands in the place of its default."""
+    """A flag in a panel of `--help`. `shown` is displayed in place of the default."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=shown, **others)
 
 
 def sort_by_panel(params: list[Any]) -> list[Any]:
-    """A command's parameters in the order of their panels; arguments and what has no panel first."""
+    """A command's parameters in the order of their panels; arguments and parameters without a panel come first."""
     places = {panel: i for i, panel in enumerate(PANELS)}
     return sorted(params, key=lambda param: places.get(getattr(param, "rich_help_panel", None) or "", -1))
 
 
 def as_flag(name: str) -> str:
-    """`ngram_config` as it is written on the command line."""
+    """A setting's name as a flag: `--ngram-config` for `ngram_config`."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -52,7 +52,9 @@ class RegressOptions:
     report: Report = None
 
     def check(self) -> None:
-        """SpecDecError for files that cannot be read or written, and for a share that is none."""
+        """SpecDecError for files that cannot be read or written, and for a share of answers that is not between 0 and
+        1.
+        """
         check_report(self.report)
         check_readable([self.traces])
         check_output_files([] if self.report is None else [self.report], [self.traces])
@@ -65,7 +67,7 @@ class RegressOptions:
 
     @property
     def most_diverged(self) -> float | None:
-        """The share of answers that may diverge; None: any."""
+        """The share of answers that may diverge; None if any may."""
         if self.max_diverged is None:
             return None
         found = _SHARE.fullmatch(self.max_diverged.strip())

@@ -1,4 +1,4 @@
-"""Engines made from models: converted and built once, then found in the cache by a digest of everything they
+"""Engines made from models: converted and built once, then found in the cache by a digest of everything that they
 depend on.
 """
 
@@ -80,30 +80,32 @@ from runtime.util.temporary import own_temporary_files, temporary_dir
 
 _MOST_BYTES_WITHOUT_KERNELS = 1 << 30
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
-"""Opens a display of phases, which is called with the name of each that begins."""
+"""Opens a display of phases: gives a function to call with the name of each phase when it begins."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of a model's engine: its options, each of which has a value, and the heads that draft with it."""
+    """Build settings for a model's engine: a value for each of its options, and the heads that draft with it."""
 
     options: EngineOptions
-    """Without a compiler it is the device's default (`runtime.builder.choosing`)."""
+    """The options of `with_defaults`. A compiler of None is the device's default (`runtime.builder.choosing`)."""
     hidden_states: tuple[int, ...] = ()
     """Hidden states that the step gives, for a trained drafter (`BuildConfig`)."""
     takes_torch_compile: bool = field(default=False, repr=False)
-    """`BuildEffort`'s. It is no part of an engine's identity, which the settings' representation is."""
+    """Value of `BuildEffort.takes_torch_compile`. It is left out of the settings' representation, and so of an engine's
+    identity.
+    """
     draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
-    """Output layer of what drafts: the copy, and the first of the heads."""
+    """Output layer for drafts: of the self-draft copy, and of the first head."""
     heads: tuple[HeadConfig, ...] = ()
     """Trained drafters that the engine is for."""
 
     def changed(self, **options: Unpack[EngineOptions]) -> "EngineSettings":
-        """The same with other values of these options."""
+        """A copy with other values for some of the options."""
         return replace(self, options=self.options | options)
 
     def build_config(self, num_positions: int | None) -> BuildConfig:
-        """Build config from settings that name a compiler."""
+        """Build config made from these settings, which must name a compiler."""
         compiler, max_seq_len = self.options["compiler"], self.options["max_seq_len"]
         assert compiler is not None
         return build_config_of(
@@ -114,15 +116,15 @@ class EngineSettings:
 def settings_of(
     options: EngineOptions, heads: Seq[HeadConfig] = (), hidden_states: tuple[int, ...] = ()
 ) -> EngineSettings:
-    """Settings of the engine of a model that answers, and that these heads draft for."""
+    """Settings for the engine of a target, for which these heads draft."""
     return EngineSettings(
         with_defaults(options), hidden_states, draft_output=draft_output_of(options), heads=tuple(heads)
     )
 
 
 def settings_of_draft_model(options: EngineOptions, num_masks: int) -> EngineSettings:
-    """Settings of a draft model's engine, whose steps take so many mask tokens behind a sequence: it is not split, and
-    keeps its weights as they are.
+    """Settings for a draft model's engine. It is not split, and keeps the model's weights as they are. `num_masks` is
+    the number of mask tokens that its steps take behind a sequence.
     """
     answers = settings_of(options).changed(
         max_draft_len=max_draft_len_for(num_masks),
@@ -149,8 +151,8 @@ def engine_of_model(
 ) -> Iterator[Path]:
     """The engine's directory for a model (directory, hub id or shipped name), built unless the cache has it.
 
-    Without the cache it is built anew, and removed when the block ends. With `answers_first`, a small model's engine
-    may come without kernels if these must still be compiled; they are compiled when the block has ended.
+    Without the cache the engine is built anew, and removed when the block ends. With `answers_first`, a small model's
+    engine may come without kernels if these must still be compiled; they are compiled when the block has ended.
     """
     model_dir = resolve_model(name)
     check_weight_files(model_dir)
@@ -208,8 +210,8 @@ def engine_of_model(
 
 
 def _is_usual_dtype(model_dir: Path, dtype: Dtype, entry_of: Callable[[Literal["auto", Dtype]], Path]) -> bool:
-    """True if the engine would have this dtype anyway, so that it is the same engine. A model's files are read only
-    where there is no engine yet. `entry_of`: the cache's entry for a dtype, auto for the model's own.
+    """True if the engine would have this dtype anyway, so that naming it makes no other engine. A model's files are
+    read only if there is no engine yet. `entry_of` gives the cache's entry for a dtype; `auto` is the model's own.
     """
     usual = entry_of("auto")
     if _is_engine(usual, model_dir):
@@ -241,12 +243,12 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
 
 @contextmanager
 def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterator[Path]:
-    """The cache's entry, made from `source` unless it is there and whole, and protected from removal within the
+    """The cache's entry, made from `source` unless it is there and whole. It is protected from removal within the
     block.
     """
     check_private_dir(entry, cache_dir(), entry.parent)
     check_private_entry(entry)
-    max_cache_bytes()  # what is no size is said before anything is made
+    max_cache_bytes()  # an invalid size is an error before anything is made
     is_new = False
     while True:
         if _is_engine(entry, source):
@@ -271,7 +273,7 @@ def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterato
 
 
 def _keep_cache_small() -> None:
-    """Remove the engines that were not used for longest where all take more than SPECDEC_CACHE_SIZE, and say so."""
+    """Remove the least recently used engines if all together take more than SPECDEC_CACHE_SIZE, with a note."""
     most = max_cache_bytes()
     removed = prune(engines_to_prune(cached_engines(), most))
     if removed:
@@ -337,8 +339,8 @@ def _is_engine(entry: Path, source: Path) -> bool:
 def _damage(entry: Path, source: Path) -> str | None:
     """The reason why the entry is not the engine that was built from `source`; None if it is.
 
-    Files that people edit have no record: such a file is damaged if it is cut, that is, equal to the beginning of the
-    source's file, or not JSON.
+    Files that people edit have no record. Such a file counts as damaged if it is cut off, which means that it is equal
+    to the beginning of the source's file, or if it is not JSON.
     """
     try:
         bundle = read_bundle(entry)
@@ -360,7 +362,7 @@ def _is_cut(path: Path, original: Path) -> bool:
 
 @contextmanager
 def _room_in_cache() -> Iterator[None]:
-    """Report a full disk as the cache's, unless the error names a file elsewhere."""
+    """Report a full disk as the cache's disk, unless the error names a file elsewhere."""
     try:
         yield
     except OSError as error:
@@ -372,7 +374,7 @@ def _room_in_cache() -> Iterator[None]:
 
 
 def _needs_no_kernels(model_dir: Path, settings: EngineSettings, compiler: Compiler) -> bool:
-    """True for a small unquantized model, which answers within seconds by torch alone."""
+    """True for a small unquantized model, which answers within seconds without kernels."""
     if compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
         return False
     options = settings.options
@@ -391,7 +393,7 @@ def _import_builder() -> None:
 def _make_engine(
     model_dir: Path, engine_dir: Path, settings: EngineSettings, device: torch.device, phases: Phases
 ) -> Path:
-    """Convert the model and build the engine; the checkpoint between them is not kept."""
+    """Convert the model and build the engine. The checkpoint between the two is not kept."""
     _import_builder()
     from runtime.builder.build import BuildEffort, build_engine, positions_of
     from runtime.builder.convert import convert_for_build, plan_conversion
@@ -434,7 +436,7 @@ def _make_engine(
 
 @contextmanager
 def _no_word_of_own_head(heads: Seq[HeadConfig], model_dir: Path) -> Iterator[None]:
-    """Ignore the warning about layers that the engine leaves out, if they are the head that it is built for."""
+    """Ignore the warning about layers that the engine leaves out, if they are the MTP head for which it is built."""
     with warnings.catch_warnings():
         if any(head.kind == "mtp" and head.directory.resolve() == model_dir.resolve() for head in heads):
             warnings.filterwarnings("ignore", r"layers that predict more than the next token", SpecDecWarning)
