@@ -344,7 +344,7 @@ DRAFTERS = [
     ),
     case(
         RUN + drafting("draft-short"), 1, "0", "9",
-        "8", "`--max-seq-len`",
+        "8", "`specdec build --max-seq-len`",
     ),
     case(RUN + drafting("draft") + "--max-tokens-in-paged-kv-cache 4", 1, "4"),
     case(
