@@ -69,7 +69,7 @@ from runtime.util.temporary import temporary_dir
 _EXAMPLES = {
     convert: (
         "specdec convert demo",
-        "specdec convert ./Llama-3.2-1B --output-dir ckpt --qformat int4",
+        "specdec convert ./Llama-3.2-1B --output-dir ckpt --quantization int4",
     ),
     build: (
         "specdec build --max-draft-len 10",

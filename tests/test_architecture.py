@@ -16,7 +16,7 @@ import pytest
 from setuptools import find_namespace_packages
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from commands.options.hints import HINTS, MESSAGES
+from commands.options.hints import HINTS, MESSAGES, flag_of_setting
 from runtime.util.cache import build_code, digests_of_build_code, is_left_out
 
 ROOT = Path(__file__).parents[1]
@@ -279,12 +279,17 @@ def test_runtime_names_no_flag_and_no_command() -> None:
 
 
 def test_every_code_of_an_error_has_its_hint() -> None:
-    """Or a message of the command line's own; and none is for a code that no error has."""
-    stated = set()
-    for path in modules("runtime").values():
-        stated |= set(re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8")))
-        stated |= set(re.findall(r'"(cache_too_\w+)"', path.read_text(encoding="utf-8")))
-    assert stated == {*HINTS, *MESSAGES, "other_environment"}
+    """A setting that has a flag, or one of the command line; and none is for a code that no error has."""
+    own, stated = {*HINTS, "other_environment"}, set()
+    for module, path in modules("runtime").items():
+        text = path.read_text(encoding="utf-8")
+        stated |= set(re.findall(r'code="(\w+)"', text)) | set(re.findall(r'"(cache_too_\w+)"', text))
+        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+            given = {keyword.arg: keyword.value for keyword in call.keywords}
+            if isinstance(code := given.get("code"), ast.Constant) and code.value not in own:
+                named = re.findall(r"`(\w+|\{name\})", ast.unparse(given["hint"]))
+                assert any(name == "{name}" or flag_of_setting(name) for name in named), (module, code.value)
+    assert {*own, *MESSAGES} <= stated
 
 
 def everywhere() -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""A change has one place: a drafter is added to a copy of the tree by a spec and an algorithm, and is everywhere."""
+"""A change has one place: a lookup and a trained head are added to a copy of the tree, and are everywhere."""
 
 import json
 import shutil
@@ -10,8 +10,10 @@ import pytest
 from waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
-MOST_FILES = 5
-"""The spec, the algorithm, its test, its page of documentation, the changelog."""
+MOST_FILES, MOST_FILES_OF_HEAD = 5, 8
+"""The spec, the algorithm, its test, its page of documentation, the changelog; of a head its kind, its loader and its
+row in the table of losslessness too.
+"""
 
 SPEC = '''
 
@@ -59,6 +61,70 @@ class Echo:
     def forget(self, request_id: int) -> None:
         """Nothing is kept."""
 '''
+HEAD_SPEC = '''
+
+@dataclass(frozen=True)
+class SteadyDrafter(HeadDrafter):
+    """A head of one linear layer."""
+
+    description = Description(
+        "steady",
+        "steady head",
+        help="Draft with a steady head",
+        flag="steady_config",
+        form=_form_of_model(4),
+        algorithm="STEADY",
+        label="steady",
+    )
+    kind = "steady"
+
+    head: Annotated[str | Path, _head_setting("Directory of the steady head.")]
+'''
+HEAD_KIND = """
+
+def _read_steady(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
+    size = _size(config, "hidden_size", where)
+    return HeadConfig(directory, "steady", config, size, size, 1, 9, 9, hidden_states=None)
+
+
+"""
+HEAD = '''"""A head of one linear layer."""
+
+from torch import Tensor, nn
+import torch
+
+from runtime.drafters.heads.head_config import HeadConfig
+
+
+class SteadyHead(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+
+def load_steady(config: HeadConfig, embedding: Tensor | None, dtype: torch.dtype) -> SteadyHead:
+    return SteadyHead(config).to(dtype)
+'''
+EDITS = {  # by file: (before, what follows it from now on, or stands in its place)
+    "runtime/drafters/specs.py": [
+        ("\n\n@dataclass(frozen=True)\nclass MtpDrafter", HEAD_SPEC + "\n\n@dataclass(frozen=True)\nclass MtpDrafter"),
+        ('    "SelfDrafter",\n', '    "SelfDrafter",\n    "SteadyDrafter",\n'),
+    ],
+    "runtime/drafters/heads/head_config.py": [
+        ('"assistant", "dflash"]', '"assistant", "dflash", "steady"]'),
+        ('    if _kind_of_block(config) is not None:\n        return "dflash"\n',
+         '    if _kind_of_block(config) is not None:\n        return "dflash"\n'
+         '    if config.get("model_type") == "steady":\n        return "steady"\n'),
+        ('"dflash": _read_block}', '"dflash": _read_block, "steady": _read_steady}'),
+        ("\n\ndef _read_eagle3", HEAD_KIND + "def _read_eagle3"),
+    ],
+    "runtime/drafters/heads/head_model.py": [
+        ('"assistant": load_assistant}', '"assistant": load_assistant, "steady": load_steady}'),
+        ("from runtime.drafters.heads.mtp_head", "from runtime.drafters.heads.steady import load_steady\n"
+         "from runtime.drafters.heads.mtp_head"),
+    ],
+}  # fmt: skip
 # Help and errors about the added drafter, from a process that imports the copied tree. A drafter in another package,
 # whose tokens are tested, runs the same code: `tests/runtime/drafters/test_plugins.py`.
 USE = """
@@ -82,12 +148,20 @@ found = {
     "help": specdec("serve", "--help-all"),
     "summarize": specdec("summarize", "--help-all"),
     "schema": specdec("schema", "run"),
+    "head": specdec(*run, "--steady-config", "[3,[0]]", "--draft-model-dir", "steady"),
 }
 from commands.serve.protocol.schema import Speculative
+from runtime.drafters.specs import DRAFTERS
 from specdec_cli import EchoDrafter
 
 found["serve"] = "echo_config" in Speculative.model_fields
 found["python"] = [EchoDrafter(2).label, type(EchoDrafter().lookup(None)).__name__]
+import torch
+from runtime.drafters.heads.head_config import read_head
+from runtime.drafters.heads.head_model import load_head
+found["loaded"] = type(load_head(read_head("steady"), None, torch.float32)).__name__
+heads = {name: spec for name, spec in DRAFTERS.items() if spec.reads_states}
+found["reads"] = [name for name, spec in heads.items() if spec.reads("steady")]
 print(json.dumps(found))
 """
 
@@ -107,20 +181,33 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = text.replace('    "ChainDrafter",\n', '    "ChainDrafter",\n    "EchoDrafter",\n')
     specs.write_text(text)
     (copy / "runtime/drafters/echo.py").write_text(ALGORITHM)
+    (copy / "runtime/drafters/heads/steady.py").write_text(HEAD)
+    for name, edits in EDITS.items():
+        text = (copy / name).read_text()
+        for old, new in edits:
+            assert text.count(old) == 1, (name, old)
+            text = text.replace(old, new)
+        (copy / name).write_text(text)
+    (copy / "steady").mkdir()
+    (copy / "steady/config.json").write_text(json.dumps({"model_type": "steady", "hidden_size": 8}))
     return copy
 
 
 @pytest.mark.slow
 def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path) -> None:
-    """It is in `run` of both modes, `serve`, `summarize`, schemas and Python."""
+    """It is in `run` of both modes, `serve`, `summarize`, schemas and Python. A head is recognized by its files."""
     changed = [
         path
-        for path in tree.rglob("*")
+        for package in ("specdec_cli", "commands", "runtime", "scripts", "tests")
+        for path in (tree / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
         if not (ROOT / path.relative_to(tree)).is_file()
         or path.read_bytes() != (ROOT / path.relative_to(tree)).read_bytes()
     ]
-    assert len(changed) + len(("test", "documentation", "changelog")) <= MOST_FILES, changed
+    of_head = {str(tree / name) for name in (*EDITS, "runtime/drafters/heads/steady.py")}
+    others = {str(path) for path in changed} - of_head
+    assert len(others) + len(("specs.py", "test", "documentation", "changelog")) <= MOST_FILES, others
+    assert len(of_head) + len(("test", "documentation", "losslessness", "changelog")) <= MOST_FILES_OF_HEAD
     done = subprocess.run([sys.executable, "-c", USE], cwd=tree, capture_output=True, encoding="utf-8", timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
@@ -130,4 +217,6 @@ def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path) -> None:
     for command in ("help", "summarize"):
         assert "--echo-loudness" in found[command][1] and "--echo-volume" in found[command][1]
     assert "echo_config" in found["schema"][1] and found["serve"]
+    assert found["head"][0] == 1 and "nowhere" in found["head"][1] and found["reads"] == ["steady"], found["head"]
+    assert found["loaded"] == "SteadyHead"
     assert found["python"] == ["echo 1", "Echo"]

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from commands.options.engine_flags import DraftOutputOptions, engine_flag
+from commands.options.engine_flags import BuildEngineOptions, DraftOutputOptions
 from commands.options.expand import expand_groups
 from commands.options.shared import (
     USUAL_CHECKPOINT,
@@ -17,16 +17,16 @@ from commands.options.shared import (
 )
 from commands.output.help import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, option
 from commands.output.output import Output, check_new_directory, check_readable
+from runtime.builder.engine_options import EngineOptions, build_config_of
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.checkpoint.config import (
     MAX_SEQ_LEN,
     MAX_TOKENS_PER_BLOCK,
-    USUAL_MAX_BATCH_SIZE,
     USUAL_MAX_DRAFT_LEN,
+    USUAL_TOKENS_PER_BLOCK,
     BuildConfig,
     CheckpointConfig,
     Compiler,
-    IntFormat,
     SelfDraft,
     SpeculativeDecodingMode,
     usual_max_seq_len,
@@ -47,7 +47,7 @@ class BuildOptions:
 
     checkpoint_dir: Annotated[Path, option(INPUT, "Checkpoint made by `convert`.")] = Path(USUAL_CHECKPOINT)
     output_dir: Annotated[Path, option(OUTPUT, "Engine directory to write.")] = Path(USUAL_ENGINE)
-    max_batch_size: Annotated[int, engine_flag("max_batch_size", RUNTIME, shown=True)] = USUAL_MAX_BATCH_SIZE
+    engine: BuildEngineOptions = field(default_factory=BuildEngineOptions)
     max_input_len: Annotated[
         int | None,
         option(
@@ -58,14 +58,6 @@ class BuildOptions:
             max=MAX_SEQ_LEN,
         ),
     ] = None
-    max_seq_len: Annotated[int | None, engine_flag("max_seq_len", RUNTIME, max=MAX_SEQ_LEN)] = None
-    max_draft_len: Annotated[
-        int | None,
-        engine_flag(
-            "max_draft_len", SPECULATION, shown=f"{USUAL_MAX_DRAFT_LEN}; 0 with `--speculative-decoding-mode none`"
-        ),
-    ] = None
-    self_draft: Annotated[Literal["none", IntFormat], engine_flag("self_draft", SPECULATION, shown=True)] = "none"
     self_draft_group_size: Annotated[
         int | None,
         option(
@@ -98,8 +90,7 @@ class BuildOptions:
     ] = "enable"
     tokens_per_block: Annotated[
         int, option(KV_CACHE, "Tokens in a K/V block; a power of two.", min=1, max=MAX_TOKENS_PER_BLOCK)
-    ] = 32
-    compiler: Annotated[Compiler | None, engine_flag("compiler", RUNTIME)] = None
+    ] = USUAL_TOKENS_PER_BLOCK
     device: Annotated[
         Literal["auto", "cpu", "cuda"], option(RUNTIME, "Device of the engine; `auto` is a GPU if there is one.")
     ] = "auto"
@@ -129,35 +120,33 @@ class BuildOptions:
         """Build config for prompts and outputs of at most `max_seq_len` tokens together, to which the longest draft is
         added.
         """
-        longest_draft = self.longest_draft
-        return BuildConfig(
-            compiler=compiler,
-            max_batch_size=self.max_batch_size,
-            max_input_len=self.max_input_len or max_seq_len - 1,
-            max_seq_len=max_seq_len + longest_draft,
-            max_draft_len=longest_draft,
+        usual = build_config_of(self.options, compiler, max_seq_len, hidden_states)
+        return replace(
+            usual,
+            max_input_len=self.max_input_len or usual.max_input_len,
             tokens_per_block=self.tokens_per_block,
-            speculative_decoding_mode="draft_tokens_external" if longest_draft > 0 else "none",
             self_draft=self.copy,
-            hidden_states=hidden_states,
             draft_output=self.draft_output.settings.output(ids),
         )
 
     @property
+    def options(self) -> EngineOptions:
+        """The options that are given, and the longest draft."""
+        return self.engine.options | {"max_draft_len": self.longest_draft}
+
+    @property
     def longest_draft(self) -> int:
         """`--max-draft-len`, or its default."""
-        if self.max_draft_len is not None:
-            return self.max_draft_len
+        if (given := self.engine.options.get("max_draft_len")) is not None:
+            return given
         is_without = self.speculative_decoding_mode == "none" or self.use_paged_context_fmha == "disable"
         return 0 if is_without else USUAL_MAX_DRAFT_LEN
 
     @property
     def copy(self) -> SelfDraft | None:
         """Quantization of the self-draft copy."""
-        if self.self_draft == "none":
-            return None
-        group_size = self.self_draft_group_size or 64
-        return SelfDraft(self.self_draft, None if group_size == -1 else group_size)
+        qformat, group_size = self.engine.options.get("self_draft"), self.self_draft_group_size or 64
+        return None if qformat is None else SelfDraft(qformat, None if group_size == -1 else group_size)
 
     @property
     def heads(self) -> list[HeadConfig]:
@@ -178,14 +167,15 @@ class BuildOptions:
 
     def check(self) -> None:
         """UsageError for settings of drafts that contradict each other, or a block size that is not allowed."""
-        if self.speculative_decoding_mode == "draft_tokens_external" and self.max_draft_len == 0:
+        self.engine.check()
+        if self.speculative_decoding_mode == "draft_tokens_external" and self.engine.max_draft_len == 0:
             raise UsageError(
                 "`--speculative-decoding-mode draft_tokens_external` needs a draft length: --max-draft-len 0",
                 hint="`--max-draft-len 10` allows drafts of up to 10 tokens",
             )
         if self.longest_draft > 0 and self.speculative_decoding_mode == "none":
             raise UsageError(
-                f"`--max-draft-len {self.max_draft_len}` needs another mode: --speculative-decoding-mode none",
+                f"`--max-draft-len {self.longest_draft}` needs another mode: --speculative-decoding-mode none",
                 hint="leave the mode out, or `--speculative-decoding-mode draft_tokens_external`",
             )
         if self.longest_draft > 0 and self.use_paged_context_fmha == "disable":
@@ -193,9 +183,9 @@ class BuildOptions:
                 "drafts need attention over the paged K/V cache: --use-paged-context-fmha disable",
                 hint="`--use-paged-context-fmha enable`",
             )
-        if self.self_draft != "none" and self.longest_draft == 0:
+        if self.copy is not None and self.longest_draft == 0:
             raise UsageError(
-                f"`--self-draft` needs a draft length: {self.self_draft}",
+                f"`--self-draft` needs a draft length: {self.copy.qformat}",
                 hint="`--max-draft-len 8` allows drafts of up to 8 tokens",
             )
         if self.draft_model_dir is not None and self.longest_draft == 0:
@@ -203,8 +193,8 @@ class BuildOptions:
                 f"`--draft-model-dir` needs a draft length: {self.draft_model_dir}",
                 hint="`--max-draft-len 4` allows drafts of up to 4 tokens",
             )
-        self.draft_output.settings.check(self.heads, has_copy=self.self_draft != "none")
-        if self.self_draft_group_size is not None and self.self_draft == "none":
+        self.draft_output.settings.check(self.heads, has_copy=self.copy is not None)
+        if self.self_draft_group_size is not None and self.copy is None:
             raise UsageError(
                 "`--self-draft-group-size` is for the copy that drafts, which needs `--self-draft`: "
                 f"{self.self_draft_group_size}",
@@ -256,9 +246,9 @@ def build(options: BuildOptions, output: Output) -> None:
     text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
     positions = positions_of(OpenedCheckpoint(checkpoint_dir, checkpoint))
-    max_seq_len = options.max_seq_len or usual_max_seq_len(positions)
-    compiler = compiler_for(target, options.compiler)
-    if options.compiler is None:
+    max_seq_len = options.engine.max_seq_len or usual_max_seq_len(positions)
+    compiler = compiler_for(target, options.engine.compiler)
+    if options.engine.compiler is None:
         compiler = without_kernels(compiler)
     settings = options.config(max_seq_len, compiler, hidden_states, drafts.ids)
     start, phase_times = time.perf_counter(), _PhaseTimes()
@@ -268,7 +258,9 @@ def build(options: BuildOptions, output: Output) -> None:
             phase_times.begin(name.partition(" (")[0])
             show(name)
 
-        effort = BuildEffort(num_workers=options.workers, drafts=drafts, takes_torch_compile=options.compiler is None)
+        effort = BuildEffort(
+            num_workers=options.workers, drafts=drafts, takes_torch_compile=options.engine.compiler is None
+        )
         config = build_engine(
             checkpoint_dir, output_dir, settings, target, replace=options.force, phase=phase, effort=effort
         )

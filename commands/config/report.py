@@ -44,7 +44,9 @@ def settings_of_all(context: Any) -> list[SettingRecord]:
     found: dict[tuple[str, str, str], SettingRecord] = {}
     for name, command in commands_of(context).items():
         for one in _settings(context, name, command, with_defaults=False):
-            flag = normalize_name(one.name.removeprefix("--"))  # `convert` calls `--quantization` otherwise: one row
+            flag = normalize_name(
+                one.name.removeprefix("--")
+            )  # `summarize` calls `--max-output-len` otherwise: one row
             key = (flag, one.value, one.origin)
             if key not in found or one.name == f"--{flag}":
                 found[key] = one

@@ -1,28 +1,20 @@
 """`specdec convert`: a Hugging Face model becomes a checkpoint."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated
 
 import typer
 
-from commands.options.engine_flags import check_activations, engine_flag
+from commands.options.engine_flags import ConvertEngineOptions, engine_flag
 from commands.options.expand import expand_groups
 from commands.options.model_word import named_by
 from commands.options.shared import USUAL_CHECKPOINT, Force
-from commands.output.help import INPUT, KV_CACHE, OUTPUT, QUANTIZATION, RUNTIME, option
+from commands.output.help import INPUT, OUTPUT, QUANTIZATION, RUNTIME, option
 from commands.output.output import Output, check_new_directory, megabytes
-from runtime.builder.engine_options import words_of
-from runtime.checkpoint.config import (
-    KV_CACHE_ALGO,
-    Activations,
-    Dtype,
-    IntFormat,
-    KVCacheDtype,
-    QuantConfig,
-    QuantFormat,
-)
+from runtime.builder.engine_options import EngineOptions, precision_of
+from runtime.checkpoint.config import IntFormat, QuantConfig
 from runtime.checkpoint.resolve import check_is_model, resolve_model
 from runtime.util.errors import UsageError
 from runtime.util.files import check_output_directory, check_output_is_not_input, directory_bytes
@@ -42,16 +34,7 @@ class ConvertOptions:
     ] = None
     model_dir: Annotated[str | None, option(INPUT, "The same as `MODEL`, by a flag.")] = None
     output_dir: Annotated[Path, option(OUTPUT, "Checkpoint directory to write.")] = Path(USUAL_CHECKPOINT)
-    dtype: Annotated[Literal["auto", Dtype], engine_flag("dtype", RUNTIME, shown=True)] = "auto"
-    qformat: Annotated[
-        Literal["full_prec", "int8", "int4", "fp8", "int8_wo", "int4_wo"],
-        option(
-            QUANTIZATION,
-            "Quantize linear layers' weights: `full_prec`, `int8`, `int4` or `fp8`; `int8_wo` and `int4_wo` are "
-            "TensorRT-LLM's names.",
-            metavar="FORMAT",
-        ),
-    ] = "full_prec"
+    engine: ConvertEngineOptions = field(default_factory=ConvertEngineOptions)
     group_size: Annotated[
         int | None,
         option(
@@ -64,16 +47,13 @@ class ConvertOptions:
         False
     )
     use_weight_only: Annotated[
-        bool, option(QUANTIZATION, "TensorRT-LLM's `--qformat` with `--weight-only-precision`.", "--use-weight-only")
+        bool,
+        option(QUANTIZATION, "TensorRT-LLM's `--quantization` with `--weight-only-precision`.", "--use-weight-only"),
     ] = False
     weight_only_precision: Annotated[
         IntFormat | None, option(QUANTIZATION, "Format for `--use-weight-only`.", shown="int8")
     ] = None
-    kv_cache_dtype: Annotated[KVCacheDtype, engine_flag("kv_cache_dtype", KV_CACHE, shown=True)] = "auto"
-    activations: Annotated[Activations | None, engine_flag("activations", QUANTIZATION)] = None
-    tp_size: Annotated[
-        int, option(RUNTIME, "Tensor parallelism: number of devices over which the weights are split.", min=1, max=64)
-    ] = 1
+    tp_size: Annotated[int, engine_flag("tensor_parallel_size", RUNTIME, max=64)] = 1
     pp_size: Annotated[int, typer.Option(hidden=True)] = 1
     force: Force = False
 
@@ -90,7 +70,8 @@ class ConvertOptions:
         return source
 
     def check(self) -> None:
-        """UsageError for two flags that say the same, or for a flag without effect."""
+        """UsageError for two flags that say the same, for a flag without effect, or for an unknown format."""
+        self.engine.check()
         if self.pp_size != 1:
             raise UsageError(
                 f"layers are not spread over devices one after another: --pp-size {self.pp_size}",
@@ -99,14 +80,15 @@ class ConvertOptions:
         if self.weight_only_precision is not None and not self.use_weight_only:
             raise UsageError(
                 f"`--weight-only-precision {self.weight_only_precision}` needs `--use-weight-only`",
-                hint=f"`--qformat {self.weight_only_precision}` says the same",
+                hint=f"`--quantization {self.weight_only_precision}` says the same",
             )
-        if self.use_weight_only and self.qformat != "full_prec":
+        quantization = self.engine.options.get("quantization")
+        if self.use_weight_only and quantization is not None:
             raise UsageError(
-                f"`--use-weight-only` and `--qformat {self.qformat}` say the same twice", hint="leave one of them out"
+                f"`--use-weight-only` and `--quantization {quantization}` say the same twice",
+                hint="leave one of them out",
             )
-        check_activations("--qformat", self._qformat, self.activations)
-        if self._qformat is None:
+        if self.options.get("quantization") is None:
             self._check_unquantized()
         elif self.group_size not in (None, *_GROUP_SIZES):
             raise UsageError(
@@ -120,26 +102,22 @@ class ConvertOptions:
             "--quantize-lm-head": self.quantize_lm_head,
         }
         if given := next((flag for flag, is_given in flags.items() if is_given), None):
-            raise UsageError(f"`{given}` needs weights to quantize", hint="`--qformat int4` quantizes them")
+            raise UsageError(f"`{given}` needs weights to quantize", hint="`--quantization int4` quantizes them")
 
     @property
-    def _qformat(self) -> QuantFormat | None:
-        if self.use_weight_only:
-            return self.weight_only_precision or "int8"
-        return cast(QuantFormat | None, words_of("quantization")[self.qformat])
+    def options(self) -> EngineOptions:
+        """The options that are given, by whichever of their flags."""
+        if not self.use_weight_only:
+            return self.engine.options
+        return self.engine.options | {"quantization": self.weight_only_precision or "int8"}
 
     @property
     def precision(self) -> QuantConfig:
         """Quantization chosen by the flags."""
-        default = -1 if self._qformat == "fp8" else 64
-        size = default if self.group_size is None else self.group_size
-        return QuantConfig(
-            self._qformat,
-            None if size == -1 else size,
-            self.quantize_lm_head,
-            KV_CACHE_ALGO[self.kv_cache_dtype],
-            self.activations,
-        )
+        precision = replace(precision_of(self.options), quantize_lm_head=self.quantize_lm_head)
+        if self.group_size is None:
+            return precision
+        return replace(precision, group_size=None if self.group_size == -1 else self.group_size)
 
 
 _GROUP_SIZES = (32, 64, 128, -1)
@@ -164,11 +142,11 @@ def convert(options: ConvertOptions, output: Output) -> None:
 
     start = time.perf_counter()
     with output.byte_progress("converting") as progress:
-        dtype = None if options.dtype == "auto" else options.dtype
+        dtype = options.options.get("dtype", "auto")
         config = convert.convert(
             source,
             output_dir,
-            dtype,
+            None if dtype == "auto" else dtype,
             replace=options.force,
             progress=progress,
             precision=options.precision,

@@ -1,11 +1,11 @@
-"""Flags of a model's engine, made of its options' descriptions (`runtime/builder/engine_options.py`)."""
+"""Flags of a model's engine, made from its options' descriptions (`runtime/builder/engine_options.py`)."""
 
 from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
-from commands.output.help import LEADER, SPECULATION, as_flag, option
+from commands.output.help import KV_CACHE, LEADER, QUANTIZATION, RUNTIME, SPECULATION, as_flag, option
 from runtime.builder.engine_options import (
     OPTIONS,
     EngineOptions,
@@ -16,14 +16,23 @@ from runtime.builder.engine_options import (
     value_of,
     words_of,
 )
-from runtime.checkpoint.config import QuantFormat
+from runtime.checkpoint.config import MAX_SEQ_LEN, USUAL_MAX_DRAFT_LEN, IntFormat
 from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.util.errors import UsageError
 
+_PANELS = {
+    "quantization": QUANTIZATION,
+    "activations": QUANTIZATION,
+    "kv_cache_dtype": KV_CACHE,
+    "max_draft_len": SPECULATION,
+    "self_draft": SPECULATION,
+}
+"""Panels of flags in the help of `convert` and `build`, where that is not Runtime."""
+
 
 def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more: str = "", **others: Any) -> Any:
-    """The flag of an option, with its help, its range and its default. `more` is added to the help, and says what a
-    command does if the flag is not given.
+    """The flag of an option, with its help, its range and its default. `more` is added to the help, and `others` are
+    Typer's settings in which a command differs.
     """
     described, bounds = OPTIONS[name][1], bounds_of(name)
     limits: dict[str, Any] = {"metavar": described.metavar or ("NAME" if words_of(name) else None)}
@@ -57,59 +66,77 @@ def _plain(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-def _make_flags(group: FlagGroup, panel: str, more: str = "") -> Any:
-    """A group of options: the flags of a group of the descriptions; None if not given."""
-    flags = [
-        (name, Annotated[_kind(name) | None, engine_flag(name, panel, more=more)], field(default=None))
-        for name, (_, described) in OPTIONS.items()
-        if described.flags == group
-    ]
-    return make_dataclass("EngineFlags", flags, frozen=True)
+class _Options:
+    """A group of flags of an engine's options; a flag is None if not given."""
+
+    def check(self) -> None:
+        """UsageError for an unknown number format, or formats that do not fit together."""
+        for name, value in vars(self).items():
+            if name in OPTIONS and isinstance(value, str) and (words := words_of(name)) and value.lower() not in words:
+                *first, last = literals_of(OPTIONS[name][0])
+                raise UsageError(
+                    f"`{as_flag(name)}` is {', '.join(first)} or {last}: {value}", hint=OPTIONS[name][1].hint
+                )
+        _check_activations(self.options)
+
+    @property
+    def options(self) -> EngineOptions:
+        """The options whose flags are given, with the values that `LLM` has for their words."""
+        given = {name: value_of(name, value) for name, value in vars(self).items() if name in OPTIONS}
+        return cast(EngineOptions, {name: given[name] for name in given if getattr(self, name) is not None})
 
 
-def _given(group: Any) -> dict[str, Any]:
-    """The options whose flags are given, by the names that `LLM` has for them."""
-    return {name: value_of(name, value) for name, value in vars(group).items() if name in OPTIONS and value is not None}
+def _make_flags(group: FlagGroup, panel: str | None, more: str = "", **differing: dict[str, Any]) -> Any:
+    """A group of options: the flags of a group of the descriptions; None if not given. They are in one panel, or in the
+    panels of `_PANELS`. `differing` are arguments of `engine_flag`, by the name of the option.
+    """
+    flags = []
+    for name, (_, described) in OPTIONS.items():
+        if group in described.flags:
+            place = panel or _PANELS.get(name, RUNTIME)
+            flag = engine_flag(name, place, more=more, **differing.get(name, {}))
+            flags.append((name, Annotated[_kind(name) | None, flag], field(default=None)))
+    return make_dataclass("EngineFlags", flags, bases=(_Options,), frozen=True)
 
 
 if TYPE_CHECKING:
 
     @dataclass(frozen=True)
-    class _EngineFlags:
+    class _ModelFlags(_Options):
         def __getattr__(self, name: str) -> Any: ...
 
-    _DraftFlags = _EngineFlags
+    _DraftFlags = _ModelFlags
+    ConvertEngineOptions = _ModelFlags
+    BuildEngineOptions = _ModelFlags
 else:
-    _EngineFlags = _make_flags("engine", LEADER, " For `--model-dir`'s engine.")
+    _ModelFlags = _make_flags("model", LEADER, " For `--model-dir`'s engine.")
     _DraftFlags = _make_flags("drafts", SPECULATION)
+    ConvertEngineOptions = _make_flags("convert", None)
+    BuildEngineOptions = _make_flags(
+        "build",
+        None,
+        max_seq_len={"max": MAX_SEQ_LEN},
+        max_draft_len={"shown": f"{USUAL_MAX_DRAFT_LEN}; 0 with `--speculative-decoding-mode none`"},
+        self_draft={"shown": "none"},
+    )
 
 
 @dataclass(frozen=True)
-class ModelEngineOptions(_EngineFlags):
+class ModelEngineOptions(_ModelFlags):
     """Options of the engine that is made from a model; None if not given."""
 
     no_cache: Annotated[bool, option(LEADER, "Build a new engine for `--model-dir` and discard it.", "--no-cache")] = (
         False
     )
 
-    def check(self) -> None:
-        """UsageError for an unknown number format, or formats that do not fit together."""
-        for name, value in vars(self).items():
-            if isinstance(value, str) and value.lower() not in words_of(name):
-                *first, last = literals_of(OPTIONS[name][0])
-                raise UsageError(
-                    f"`{as_flag(name)}` is {', '.join(first)} or {last}: {value}", hint=OPTIONS[name][1].hint
-                )
-        check_activations("`--quantization`", self.options.get("quantization"), self.activations)
-
     def changed(self, **options: Any) -> "ModelEngineOptions":
         """A copy with other values for some of these options."""
         return replace(self, **options)
 
     @property
-    def options(self) -> EngineOptions:
-        """The options that are not None."""
-        return cast(EngineOptions, _given(self))
+    def copy(self) -> IntFormat | None:
+        """Number format of the self-draft copy; None if no copy is asked for."""
+        return self.options.get("self_draft")
 
 
 @dataclass(frozen=True)
@@ -117,18 +144,14 @@ class DraftOutputOptions(_DraftFlags):
     """Options of the output layer that drafts; None if not given."""
 
     @property
-    def options(self) -> EngineOptions:
-        """The options that are not None."""
-        return cast(EngineOptions, _given(self))
-
-    @property
     def settings(self) -> DraftOutputSettings:
         return draft_output_of(self.options)
 
 
-def check_activations(flag: str, qformat: QuantFormat | None, activations: str | None) -> None:
-    """UsageError for integer activations with weights that are not integers; `flag` sets the weights' format."""
-    if qformat == "fp8" and activations not in (None, "float"):
+def _check_activations(options: EngineOptions) -> None:
+    """UsageError for integer activations with weights that are not integers."""
+    activations = options.get("activations")
+    if options.get("quantization") == "fp8" and activations not in (None, "float"):
         raise UsageError(
-            f"`--activations {activations}` needs weights that are integers: {flag} fp8", hint="leave it out"
+            f"`--activations {activations}` needs weights that are integers: `--quantization` fp8", hint="leave it out"
         )

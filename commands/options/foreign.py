@@ -166,7 +166,7 @@ COMMANDS = {
     "generate": '`specdec run MODEL "a prompt"`',
     "complete": '`specdec run MODEL "a prompt"`',
     "server": "`specdec serve MODEL`",
-    "quantize": "`specdec run MODEL --quantization int4`, or `specdec convert MODEL --qformat int4`",
+    "quantize": "`specdec run MODEL --quantization int4`, or `specdec convert MODEL --quantization int4`",
     "bench": "`guidellm run` measures a server (docs/bench.md), `specdec summarize MODEL` a model",
     "benchmark": "`guidellm run` measures a server (docs/bench.md), `specdec summarize MODEL` a model",
     "eval": "`specdec summarize MODEL`",

@@ -1,9 +1,10 @@
 """Hints that name the flag to change: the command line's remedies for the library's errors, and the flags' names.
 
-One table leads from codes (`SpecDecError.code`) to hints that name a command, or several flags. Any other error keeps
-the library's hint, which stands at the setting (`Setting.hint`, `RequestField.hint`, `EngineOption.hint`) or where the
-error is raised; its message names the flag in place of the setting.
+The library's hint stands at the setting (`Setting.hint`, `RequestField.hint`, `EngineOption.hint`) or where the error
+is raised. It names settings: `compiler="none"`. Users of the command line read `--compiler none` instead, or
+`specdec build --compiler none` if they built the engine. A message that begins with a setting names the flag too.
 
+One table leads from codes (`SpecDecError.code`) to other hints: those that name a command, or a flag without a setting.
 Values of the error are filled in for names in braces. A hint may have several pieces of advice. A piece is shown if the
 command has its flags, under the command's names for them; a flag of another command is written behind that command
 (`specdec build --max-seq-len`). An `Advice` is a piece in two versions: for users who named a model, and for users who
@@ -19,7 +20,7 @@ from typing import Any, get_args
 from typer import TyperException
 
 from commands.options.drafter_flags import example_of, users_of
-from commands.options.expand import MODEL_AT_HAND, current_command
+from commands.options.expand import MODEL_AT_HAND, Command, current_command
 from commands.options.foreign import COMMANDS
 from commands.options.settings import origin_of
 from commands.options.spellings import normalize_name
@@ -52,15 +53,6 @@ def anew(before: str = "", behind: str = "") -> Advice:
     return Advice(f"{before}{who_built}{behind}", f"{before}{who_named}{behind}")
 
 
-def larger(name: str) -> tuple[Advice, Advice]:
-    """Advice to raise a limit of the engine (an option of `runtime/builder/engine_options.py`), in both versions."""
-    flag = as_flag(name)
-    return (
-        Advice(f"build with a larger `specdec build {flag}`"),
-        Advice(f"with `--model-dir` give a larger `{flag}`", f"give a larger `{flag}`"),
-    )
-
-
 def advised(advice: str | Advice, model: str | None) -> str | None:
     """The version of the advice for a user who named this model; with None, for a user who built an engine."""
     if isinstance(advice, str):
@@ -77,11 +69,6 @@ def advice_at_hand(advice: str | Advice) -> str:
 
 HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "bad_tokenizer": "give another tokenizer with `--tokenizer-dir`; transformers said: {reason}",
-    "batch_size": (
-        "lower it",
-        *larger("max_batch_size"),
-    ),
-    "block_reuse": "leave `--kv-cache-enable-block-reuse` on",
     "cache_too_large": ("lower `--max-tokens-in-paged-kv-cache`", "free memory"),
     "cache_too_large_for_gpu": ("raise `--kv-cache-free-gpu-memory-fraction`", "free memory on the device"),
     "cache_too_small": (
@@ -97,11 +84,6 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "corpora_of_two_tokenizers": "make them with the same `specdec corpus create --tokenizer-dir`",
     "corpus_tokenizer": "recreate it, with the target's engine directory as `specdec corpus create --tokenizer-dir`",
     "damaged_corpus": "make it again with `specdec corpus create`",
-    "compiler_fails": ("repair it, or name another compiler in the variable CXX", "use no compiler: `--compiler none`"),
-    "disk_size_alone": "give `--kv-cache-dir` too",
-    "disk_without_reuse": "leave `--kv-cache-dir` out",
-    "disk_of_ranks": "leave `--kv-cache-dir` out",
-    "disk_too_small": ("raise `--kv-cache-disk-size`", "lower `--max-seq-len`"),
     "draft_len": ("lower the draft length", Advice(f"build with `{_DRAFTS} {{max_draft_len}}{{what_drafts}}`")),
     "draft_len_of_masks": ("lower the draft length", Advice(f"build it with `{_DRAFTS} {{max_draft_len}}`")),
     "drafter_failed": "`specdec --debug` shows where",
@@ -109,9 +91,7 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "engine_for_model": "it answers prompts as it is: `specdec run {path}`",
     "engine_for_checkpoint": "give the directory that `specdec convert` wrote",
     "exists": "`--force` replaces it",
-    "group_size": ("quantize whole rows: `--group-size -1`", "quantize to `--qformat int8`"),
-    "aot_on_gpu": ("use `--compiler torch-compile`", "use no compiler: `--compiler none`"),
-    "lacks_operations": ("use `--compiler torch-compile`", "use no compiler: `--compiler none`"),
+    "group_size": ("quantize whole rows: `--group-size -1`", "quantize to `--quantization int8`"),
     "layers_of_another_head": (
         "build it for this head, with the same flags but for `--draft-model-dir {head}`",
         "give the model itself, as `--model-dir`",
@@ -119,11 +99,6 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "model_for_checkpoint": "`specdec convert --model-dir {model_dir}` makes a checkpoint of it",
     "model_for_engine": ("name it as the first word: `specdec run {path}`", "to draft, as `--draft-model-dir {path}`"),
     "no_checkpoint": "make it with `specdec convert`: `specdec convert demo` writes the directory `checkpoint`",
-    "no_compiler": (
-        "install one (the package `g++`)",
-        "name a compiler in the variable CXX",
-        "use no compiler: `--compiler none`",
-    ),
     "no_corpus": "`specdec corpus create` makes one",
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
     "no_engine": "name a model first, as in `specdec run demo`; or make an engine with `specdec convert` and "
@@ -131,11 +106,7 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "no_gpu": "build with `specdec build --device cpu`",
     "no_head_of_layers": (
         "`--draft-model-dir` takes a trained head",
-        "quantize a draft model: `specdec convert --qformat {value}`",
-    ),
-    "no_layer_that_drafts": (
-        "name a head with `--draft-model-dir`",
-        "have a copy made with `--self-draft int4`",
+        "quantize a draft model: `specdec convert --quantization {value}`",
     ),
     "no_hidden_states": (
         Advice("build it for this head: `specdec build --draft-model-dir {head}`"),
@@ -146,33 +117,21 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
         "adapt this one: `specdec train --parallel`",
         "draft token by token: `--spec-decode-algo DRAFT_TARGET`",
     ),
-    "no_room_for_output": ("raise `--max-seq-len`", "lower `--max-input-len`"),
     "no_self_draft": (
         Advice("build it with `specdec build --self-draft int4`"),
         "give the model itself, as `--model-dir`",
         f"use another drafter: `{example_of(NgramDrafter)}`",
     ),
     "no_step_costs": anew(behind=", with memory free for a K/V cache to measure them with"),
-    "no_tokenizer_for_ids": "list the token ids in a file: `--draft-vocab FILE`",
     "no_unquantized_model": (
         "leave `--quality-text` out",
-        "convert the model again: `specdec convert --qformat FORMAT`",
+        "convert the model again: `specdec convert --quantization FORMAT`",
     ),
-    "no_token_left": "relax the penalties, `--no-repeat-ngram-size`, `--bad-words`, `--min-tokens` or "
-    "`--allowed-token-ids`",
     "no_tokenizer": "name a tokenizer with `--tokenizer-dir`",
-    "none_fits": (
-        "give shorter prompts",
-        Advice("build for longer prompts: `specdec build --max-input-len N --max-seq-len N`"),
-        larger("max_seq_len")[1],
-    ),
-    "nothing_to_quantize": "leave `--self-draft` out",
     "not_an_engine": "make one with `specdec build`",
     "not_ours": "`--force` replaces only specdec's own output; choose another directory or remove this one",
-    "other_torch": ("install torch 2.13", "use no compiler: `--compiler none`"),
     "other_model": "give the model that the engine was made from with `--hf-model-dir`",
     "shipped_format": "`{model} --quantization int4` quantizes it",
-    "positions": "`--max-seq-len {max_seq_len}`",
     "profile": "make it again: `specdec tune --engine-dir ENGINE --output PROFILE.json`",
     "profile_of_an_engine": "name the engine, `specdec run {engine_dir}`, or tune the model: `specdec tune {model} "
     "--output {profile}`",
@@ -183,20 +142,9 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "prompt_too_long": (
         "keep the last tokens with `--max-input-length`",
         Advice("build with a larger `specdec build --max-input-len`"),
-        larger("max_seq_len")[1],
-    ),
-    "quantized_already": "leave `--qformat` out, or give the unquantized model",
-    "request_past_positions": "lower `--max-output-len`",
-    "request_too_long": (
-        "lower `--max-output-len`",
-        *larger("max_seq_len"),
-    ),
-    "self_draft_bits": (
-        "leave `--self-draft` out",
-        "convert the model to a format with more bits: `specdec convert --qformat FORMAT`",
+        Advice("with `--model-dir` give a larger `--max-seq-len`", "give a larger `--max-seq-len`"),
     ),
     "self_draft_split": ("leave `--self-draft` out", "convert the model without `specdec convert --tp-size`"),
-    "size_of_no_vocab": "give a vocabulary too, such as `--draft-vocab auto`",
     "tokenizer_is_code": "name a tokenizer that transformers has a class for with `--tokenizer-dir`",
     "tune_draft_len": ("lower it", Advice("build with a larger `specdec build --max-draft-len`")),
 }
@@ -216,9 +164,14 @@ def message_of(error: SpecDecError) -> str:
     flag, command = flag_of_setting(name), current_command()
     if flag is None or not error.message.startswith(f"{name} "):
         return error.message
-    own = flag if command is None else as_flag(normalize_name(flag.removeprefix("--"), command.name))
-    is_known = command is None or own.removeprefix("--") in command.flags
-    return f"`{own}`{error.message.removeprefix(name)}" if is_known else error.message
+    own = flag if command is None else _own_flag(flag, command)
+    return error.message if own is None else f"`{own}`{error.message.removeprefix(name)}"
+
+
+def _own_flag(flag: str, command: Command) -> str | None:
+    """The command's name for a flag; None if it has none."""
+    own = normalize_name(flag.removeprefix("--"), command.name)
+    return as_flag(own) if own in command.flags else None
 
 
 def hint_of(error: SpecDecError) -> str | None:
@@ -228,7 +181,28 @@ def hint_of(error: SpecDecError) -> str | None:
     given, model = HINTS.get(error.code or "", ()), MODEL_AT_HAND.get()
     pieces = given if isinstance(given, tuple) else (given,)
     hint = _fitting(pieces, model, error) or (None if model is None else _fitting(pieces, None, error))
-    return hint or error.hint
+    return hint or (error.hint if error.hint is None or error.code is None else _in_flags(error.hint))
+
+
+def _in_flags(hint: str) -> str:
+    """The hint with flags in the place of the settings that it names."""
+
+    def as_typed(found: re.Match[str]) -> str:
+        flag, value = _flag_at_hand(found[1]), found[2]
+        return found[0] if flag is None else f"`{flag} {value}`" if value else f"`{flag}`"
+
+    return _SETTING.sub(as_typed, hint)
+
+
+def _flag_at_hand(name: str) -> str | None:
+    """The flag of a setting that the user can change: an engine that was built is made anew by another command."""
+    flag, command = flag_of_setting(name), current_command()
+    if flag is None or command is None:
+        return flag
+    own, groups = _own_flag(flag, command), OPTIONS[name][1].flags if name in OPTIONS else ()
+    if not groups or (own is not None and (MODEL_AT_HAND.get() is not None or command.name in ("convert", "build"))):
+        return own
+    return f"specdec {'convert' if 'convert' in groups else 'build'} {flag}"
 
 
 def _fitting(pieces: tuple[str | Advice, ...], model: str | None, error: SpecDecError) -> str:
@@ -251,6 +225,7 @@ def _by_the_commands_names(piece: str) -> str | None:
 
 
 _FLAG = re.compile(r"`--([a-z-]+)")
+_SETTING = re.compile(r'`([a-z_]+)(?:="?([^`"]+)"?)?`')
 
 
 def _values(error: SpecDecError) -> dict[str, object]:
@@ -259,6 +234,11 @@ def _values(error: SpecDecError) -> dict[str, object]:
 
 
 _OF_COMMANDS = {
+    "head": "--draft-model-dir",
+    "block_reuse": "--kv-cache-enable-block-reuse",
+    "disk_dir": "--kv-cache-dir",
+    "disk_bytes": "--kv-cache-disk-size",
+    "max_input_len": "--max-input-len",
     "stop": "--stop-words",
     "stop_token_ids": "--end-id",
     "max_tokens": "--max-output-len",
@@ -273,7 +253,7 @@ def flag_of_setting(name: str) -> str | None:
     flag.
     """
     has_flag = (name in FIELDS and FIELDS[name][1].flag is not None) or users_of(name)
-    if has_flag or (name in OPTIONS and OPTIONS[name][1].flags is not None):
+    if has_flag or (name in OPTIONS and OPTIONS[name][1].flags):
         return as_flag(name)
     return _OF_COMMANDS.get(name)
 
@@ -337,8 +317,7 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
         if _flag(error) == "`--dtype`" and words_of("quantization").get(value := str(problems()[0]["input"]).lower()):
-            flag = normalize_name("quantization", getattr(where, "info_name", None) or "")
-            hint = f"`--{flag} {value}` quantizes the weights"
+            hint = f"`--quantization {value}` quantizes the weights"
         return _value_message(_flag(error), problems()[0]) + _origin(error), hint
     near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")

@@ -105,7 +105,7 @@ def check_has_more_bits(quantization: Quantization | None) -> None:
     if quantization is None or quantization.quant_algo is None or quantization.quant_algo.startswith("FP8"):
         raise UsageError(
             "`--compare-activations` is for a model with weights in int8 or int4, and this model has others",
-            hint="`--quantization int8` (of `convert`: `--qformat int8`) quantizes a model; or leave the flag out",
+            hint="`--quantization int8` quantizes a model; or leave the flag out",
         )
     if quantization.activations == "int8":
         raise UsageError(

@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 from functools import cache
 
+from runtime.builder.engine_options import FLAG_ALIASES
+
 # TensorRT-LLM's name, or one of before -> ours, after underscores have become hyphens.
 _ALIASES = {
+    **FLAG_ALIASES,
     "test-trt-llm": "test-engine",
     "prompt-lookup-config": "ngram-config",
     "tensorrt-llm-rouge1-threshold": "rouge1-threshold",
@@ -18,19 +21,12 @@ _ALIASES = {
     "num-draft-tokens": "spec-decode-max-draft-len",
     "draft-model": "draft-model-dir",
     "model": "model-dir",
-    "max-num-seqs": "max-batch-size",
-    "max-model-len": "max-seq-len",
     "awq-block-size": "group-size",
     "kv-cache-fraction": "kv-cache-free-gpu-memory-fraction",
-    "qformat": "quantization",
     "model-path": "model-dir",
     "hf-repo": "model-dir",
-    "context-length": "max-seq-len",
-    "ctx-size": "max-seq-len",
     "n-predict": "max-output-len",
     "predict": "max-output-len",
-    "max-running-requests": "max-batch-size",
-    "parallel": "max-batch-size",
     "max-num-batched-tokens": "max-num-tokens",
     "tokenizer": "tokenizer-dir",
     "tokenizer-path": "tokenizer-dir",
@@ -52,7 +48,6 @@ _ALIASES = {
     "enable-prefix-caching": "kv-cache-enable-block-reuse",
     "no-enable-prefix-caching": "no-kv-cache-enable-block-reuse",
     "slot-save-path": "kv-cache-dir",
-    "tp-size": "tensor-parallel-size",
 }
 
 # Flags whose value may be an empty text, or that say themselves what is wrong with one.
@@ -61,7 +56,7 @@ OF_TEXT = frozenset({"input-text", "stop-words", "bad-words", "system"})
 # What one command calls otherwise than the others.
 _OF_COMMAND = {
     "summarize": {"max-output-len": "output-len"},
-    "convert": {"quantization": "qformat", "tensor-parallel-size": "tp-size"},
+    "convert": {"tensor-parallel-size": "tp-size"},
 }
 
 # Flags of a command that are spelled like another one's alias: llama.cpp's `--parallel` is a number.

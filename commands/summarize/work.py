@@ -220,7 +220,7 @@ def _fail_unless_accurate(check: Accuracy | None) -> None:
         )
     raise SpecDecError(
         f"ROUGE-1 is more than {check.max_loss:g} below Hugging Face's {check.hf_rouge1:.2f}: {check.rouge1:.2f}",
-        hint="quantize to more bits or in smaller groups: `specdec convert --qformat FORMAT --group-size N`",
+        hint="quantize to more bits or in smaller groups: `specdec convert --quantization FORMAT --group-size N`",
     )
 
 

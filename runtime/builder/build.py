@@ -461,14 +461,14 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
     if build.max_input_len >= build.max_request_len:
         raise SpecDecError(
             f"max_input_len leaves no room for output in max_seq_len {build.max_request_len}: {build.max_input_len}",
-            hint="raise max_seq_len or lower max_input_len",
+            hint="raise `max_seq_len`, or lower `max_input_len`",
             code="no_room_for_output",
         )
     positions = num_positions(config)
     if positions is not None and build.max_request_len > positions:
         raise SpecDecError(
             f"max_seq_len exceeds the {positions} positions {why_positions_end(config)}: {build.max_request_len}",
-            hint=f"max_seq_len {positions} is the most",
+            hint=f"`max_seq_len={positions}` is the most",
             code="positions",
             max_seq_len=positions,
         )

@@ -13,7 +13,9 @@ def compiler_for(device: torch.device, asked: Compiler | None) -> Compiler:
     """The compiler that is asked for, or the default. SpecDecError for `aot` on a GPU: its programs are for CPUs."""
     if asked == "aot" and device.type != "cpu":
         raise SpecDecError(
-            f"`aot` makes programs for CPUs: {device}", hint="take torch-compile or none", code="aot_on_gpu"
+            f"`aot` makes programs for CPUs: {device}",
+            hint='use `compiler="torch-compile"`, or no compiler: `compiler="none"`',
+            code="aot_on_gpu",
         )
     return asked or ("aot" if device.type == "cpu" else "none")
 
@@ -42,5 +44,7 @@ def check_is_aot(config: EngineConfig) -> None:
 
 def lacks_operations(operations: str) -> SpecDecError:
     return SpecDecError(
-        f"the model has operations that `aot` lacks: {operations}", hint="take torch-compile", code="lacks_operations"
+        f"the model has operations that `aot` lacks: {operations}",
+        hint='use `compiler="torch-compile"`, or no compiler: `compiler="none"`',
+        code="lacks_operations",
     )

@@ -302,7 +302,7 @@ def _refuse_quantizing_again(source: Source, precision: QuantConfig) -> None:
         raise SpecDecError(
             f"the model is already quantized ({source.format}) and cannot be quantized again to {precision.qformat}: "
             f"{source.name}",
-            hint="convert it without quantizing it, or convert the unquantized model",
+            hint="leave `quantization` out, or give the unquantized model",
             code="quantized_already",
         )
 

@@ -51,7 +51,7 @@ def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoi
         if tokenizer is None and not texts:
             raise SpecDecError(
                 f"the checkpoint has no tokenizer, so ids cannot be chosen for drafts: {directory}",
-                hint="list the ids in a file",
+                hint='list the token ids in a file: `draft_vocab="FILE"`',
                 code="no_tokenizer_for_ids",
             )
         order = range(vocab_size) if tokenizer is None else training_order(tokenizer, vocab_size)

@@ -9,30 +9,28 @@ import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Literal, Unpack
 
 import torch
 
 from runtime.builder.choosing import check_is_aot, compiler_for, without_kernels
-from runtime.builder.engine_options import EngineOptions, draft_output_of
+from runtime.builder.engine_options import (
+    EngineOptions,
+    build_config_of,
+    draft_output_of,
+    precision_of,
+    with_defaults,
+)
 from runtime.checkpoint.bundle import check_step_files, check_tokenizer_files, read_bundle, uses_kernels
 from runtime.checkpoint.checkpoint_dir import check_not_split
 from runtime.checkpoint.checksums import CONFIG, NOT_RECORDED
 from runtime.checkpoint.config import (
-    USUAL_MAX_BATCH_SIZE,
-    USUAL_MAX_DRAFT_LEN,
-    Activations,
     BuildConfig,
     Compiler,
     Dtype,
-    IntFormat,
-    KVCacheDtype,
-    QuantConfig,
-    QuantFormat,
-    SelfDraft,
     max_draft_len_for,
     usual_max_seq_len,
 )
@@ -87,24 +85,12 @@ Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Build settings for a model's engine. None stands for the model's own dtype, and for the model's own positions, at
-    most 4,096, or 4,096 if it states none.
-    """
+    """Build settings for a model's engine: a value for each of its options, and the heads that draft with it."""
 
-    dtype: Dtype | None = None
-    max_batch_size: int = USUAL_MAX_BATCH_SIZE
-    max_seq_len: int | None = None
-    max_draft_len: int = USUAL_MAX_DRAFT_LEN
-    """Longest draft that the step takes; 0 for a draft model's engine, which takes none."""
-    self_draft: IntFormat | None = None
-    """Quantization of the self-draft copy; None: there is none."""
-    tp_size: int = 1
+    options: EngineOptions
+    """The options of `with_defaults`. A compiler of None is the device's default (`runtime.builder.choosing`)."""
     hidden_states: tuple[int, ...] = ()
     """Hidden states that the step gives, for a trained drafter (`BuildConfig`)."""
-    activations: Activations | None = None
-    """Format of activations in quantized layers; None for the format that `QuantConfig` chooses."""
-    compiler: Compiler | None = None
-    """Compiler; None for the device's default (`runtime.builder.choosing`)."""
     takes_torch_compile: bool = field(default=False, repr=False)
     """Value of `BuildEffort.takes_torch_compile`. It is left out of the settings' representation, and so of an engine's
     identity.
@@ -113,28 +99,17 @@ class EngineSettings:
     """Output layer for drafts: of the self-draft copy, and of the first head."""
     heads: tuple[HeadConfig, ...] = ()
     """Trained drafters that the engine is for."""
-    quantization: QuantFormat | None = None
-    """Format to which the linear layers' weights are quantized; None to keep the model's own."""
-    kv_cache_dtype: KVCacheDtype = "auto"
 
-    @property
-    def precision(self) -> QuantConfig:
-        return QuantConfig.by_default(self.quantization, self.kv_cache_dtype, self.activations)
+    def changed(self, **options: Unpack[EngineOptions]) -> "EngineSettings":
+        """A copy with other values for some of the options."""
+        return replace(self, options=self.options | options)
 
     def build_config(self, num_positions: int | None) -> BuildConfig:
         """Build config made from these settings, which must name a compiler."""
-        assert self.compiler is not None
-        max_seq_len = self.max_seq_len or usual_max_seq_len(num_positions)
-        return BuildConfig(
-            compiler=self.compiler,
-            max_batch_size=self.max_batch_size,
-            max_input_len=max_seq_len - 1,
-            max_seq_len=max_seq_len + self.max_draft_len,
-            max_draft_len=self.max_draft_len,
-            tokens_per_block=32,
-            speculative_decoding_mode="draft_tokens_external" if self.max_draft_len else "none",
-            self_draft=None if self.self_draft is None else SelfDraft(self.self_draft),
-            hidden_states=self.hidden_states,
+        compiler, max_seq_len = self.options["compiler"], self.options["max_seq_len"]
+        assert compiler is not None
+        return build_config_of(
+            self.options, compiler, max_seq_len or usual_max_seq_len(num_positions), self.hidden_states
         )
 
 
@@ -142,15 +117,8 @@ def settings_of(
     options: EngineOptions, heads: Seq[HeadConfig] = (), hidden_states: tuple[int, ...] = ()
 ) -> EngineSettings:
     """Settings for the engine of a target, for which these heads draft."""
-    same: dict[str, Any] = {one.name: options[one.name] for one in fields(EngineSettings) if one.name in options}  # type: ignore[literal-required]
-    if same.get("dtype") == "auto":
-        same["dtype"] = None
     return EngineSettings(
-        **same,
-        tp_size=options.get("tensor_parallel_size", 1),
-        hidden_states=hidden_states,
-        draft_output=draft_output_of(options),
-        heads=tuple(heads),
+        with_defaults(options), hidden_states, draft_output=draft_output_of(options), heads=tuple(heads)
     )
 
 
@@ -158,15 +126,14 @@ def settings_of_draft_model(options: EngineOptions, num_masks: int) -> EngineSet
     """Settings for a draft model's engine. It is not split, and keeps the model's weights as they are. `num_masks` is
     the number of mask tokens that its steps take behind a sequence.
     """
-    return replace(
-        settings_of(options),
+    answers = settings_of(options).changed(
         max_draft_len=max_draft_len_for(num_masks),
         self_draft=None,
-        tp_size=1,
+        tensor_parallel_size=1,
         quantization=None,
         kv_cache_dtype="auto",
-        draft_output=DraftOutputSettings(),
     )
+    return replace(answers, draft_output=DraftOutputSettings())
 
 
 def no_phases() -> AbstractContextManager[Callable[[str], None]]:
@@ -192,28 +159,29 @@ def engine_of_model(
     device = resolve_device("auto", 0)
     if is_digest_awaited():  # of a new model, whose engine will not be there: what builds it is imported meanwhile
         _import_builder()
-    asked, settings = settings.compiler, replace(settings, takes_torch_compile=settings.compiler is None)
-    if settings.self_draft is not None:
-        check_not_split(settings.tp_size)
+    asked, dtype = settings.options["compiler"], settings.options["dtype"]
+    settings = replace(settings, takes_torch_compile=asked is None)
+    if settings.options["self_draft"] is not None:
+        check_not_split(settings.options["tensor_parallel_size"])
 
     @cache
-    def entry_of(compiler: Compiler, dtype: Dtype | None) -> Path:
-        wanted = replace(settings, compiler=compiler, dtype=dtype)
+    def entry_of(compiler: Compiler, dtype: Literal["auto", Dtype]) -> Path:
+        wanted = settings.changed(compiler=compiler, dtype=dtype)
         return engine_entry(Path(name), _identity(model_dir, wanted, device))
 
     usual = partial(entry_of, compiler_for(device, asked))
-    if use_cache and settings.dtype is not None and _is_usual_dtype(model_dir, settings.dtype, usual):
-        settings = replace(settings, dtype=None)
+    if use_cache and dtype != "auto" and _is_usual_dtype(model_dir, dtype, usual):
+        settings = settings.changed(dtype="auto")
 
     def entry_by(compiler: Compiler) -> Path:
-        return entry_of(compiler, settings.dtype)
+        return entry_of(compiler, settings.options["dtype"])
 
     def is_made(compiler: Compiler) -> bool:
         return use_cache and _is_engine(entry_by(compiler), model_dir)
 
     @contextmanager
     def made(compiler: Compiler) -> Iterator[Path]:
-        wanted = replace(settings, compiler=compiler)
+        wanted = settings.changed(compiler=compiler)
         make = partial(_make_engine, model_dir, settings=wanted, device=device, phases=phases)
         if use_cache:
             with _entry(entry_by(compiler), model_dir, make) as entry:
@@ -241,12 +209,11 @@ def engine_of_model(
         yield engine_dir
 
 
-def _is_usual_dtype(model_dir: Path, dtype: Dtype, entry_of: Callable[[Dtype | None], Path]) -> bool:
+def _is_usual_dtype(model_dir: Path, dtype: Dtype, entry_of: Callable[[Literal["auto", Dtype]], Path]) -> bool:
     """True if the engine would have this dtype anyway, so that naming it makes no other engine. A model's files are
-    read only if there is no engine yet. `entry_of` gives the cache's entry for a dtype; None stands for the model's
-    own.
+    read only if there is no engine yet. `entry_of` gives the cache's entry for a dtype; `auto` is the model's own.
     """
-    usual = entry_of(None)
+    usual = entry_of("auto")
     if _is_engine(usual, model_dir):
         return read_bundle(usual).config.dtype == dtype
     if _is_engine(entry_of(dtype), model_dir):
@@ -410,9 +377,10 @@ def _needs_no_kernels(model_dir: Path, settings: EngineSettings, compiler: Compi
     """True for a small unquantized model, which answers within seconds without kernels."""
     if compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
         return False
-    drafts_quantized = settings.self_draft is not None or settings.draft_output.is_quantized
-    is_quantized = settings.quantization is not None or settings.kv_cache_dtype != "auto"
-    is_plain = not drafts_quantized and not is_quantized and settings.tp_size == 1
+    options = settings.options
+    drafts_quantized = options["self_draft"] is not None or settings.draft_output.is_quantized
+    is_quantized = options["quantization"] is not None or options["kv_cache_dtype"] != "auto"
+    is_plain = not drafts_quantized and not is_quantized and options["tensor_parallel_size"] == 1
     return is_plain and sum(path.stat().st_size for path in files_of_model(model_dir)) <= _MOST_BYTES_WITHOUT_KERNELS
 
 
@@ -431,8 +399,9 @@ def _make_engine(
     from runtime.builder.convert import convert_for_build, plan_conversion
     from runtime.builder.draft_ids import choose_drafts
 
-    assert settings.compiler is not None
-    if uses_kernels(settings.compiler, device.type):
+    options, compiler = settings.options, settings.options["compiler"]
+    assert compiler is not None
+    if uses_kernels(compiler, device.type):
         check_kernels_can_be_made()  # not found out after the model was converted
     with (
         tempfile.TemporaryDirectory(prefix=f".{engine_dir.name}.", dir=engine_dir.parent) as directory,
@@ -440,16 +409,17 @@ def _make_engine(
         phases() as phase,
     ):
         phase("converting the model")
-        by_parts = settings.compiler == "aot"  # each weight is read when it is wanted
+        by_parts = compiler == "aot"  # each weight is read when it is wanted
+        dtype = None if options["dtype"] == "auto" else options["dtype"]
         with _no_word_of_own_head(settings.heads, model_dir):
-            conversion = plan_conversion(model_dir, settings.dtype, settings.precision, settings.tp_size)
+            conversion = plan_conversion(model_dir, dtype, precision_of(options), options["tensor_parallel_size"])
         checkpoint = convert_for_build(conversion, Path(directory), may_link=by_parts)
         build = settings.build_config(positions_of(checkpoint))
         drafts = choose_drafts(settings.draft_output, settings.heads, checkpoint)
         build = replace(build, draft_output=settings.draft_output.output(drafts.ids))
         # A GPU's memory is given away when an engine is opened, and ranks measure together.
         at_once = BuildEffort(
-            measure_costs=settings.tp_size > 1 or device.type != "cpu",
+            measure_costs=options["tensor_parallel_size"] > 1 or device.type != "cpu",
             drafts=drafts,
             takes_torch_compile=settings.takes_torch_compile,
             leaves_step=True,

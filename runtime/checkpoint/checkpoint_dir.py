@@ -96,7 +96,7 @@ def check_self_draft(checkpoint: CheckpointConfig, self_draft: SelfDraft | None)
         raise SpecDecError(
             f"the checkpoint's weights are in {bits} bits already ({quantization.quant_algo}), so a copy in "
             f"{self_draft.qformat} would draft no faster than the model",
-            hint="build it without a copy that drafts, or convert the model with weights of more bits",
+            hint="leave `self_draft` out, or convert the model to a format with more bits by `quantization`",
             code="self_draft_bits",
         )
 

@@ -250,16 +250,15 @@ class DraftOutput:
         return (self.qformat or self.layers) is not None
 
 
-USUAL_MAX_BATCH_SIZE, USUAL_MAX_DRAFT_LEN = 4, 10
+USUAL_MAX_BATCH_SIZE, USUAL_TOKENS_PER_BLOCK = 4, 32
+USUAL_MAX_DRAFT_LEN = 10
+"""Longest draft that an engine takes unless another is asked for: so that drafters can be tried without a new build."""
+_USUAL_SEQ_LEN = 4096  # a K/V cache for all positions of a long-context model would not fit
 
 
 def max_draft_len_for(num_masks: int) -> int:
     """The `max_draft_len` of a draft model's engine, whose steps take `num_masks` mask tokens behind a sequence."""
     return max(num_masks, USUAL_MAX_DRAFT_LEN) if num_masks else 0
-
-
-"""Longest draft that an engine takes unless another is asked for: so that drafters can be tried without a new build."""
-_USUAL_SEQ_LEN = 4096  # a K/V cache for all positions of a long-context model would not fit
 
 
 def usual_max_seq_len(num_positions: int | None) -> int:

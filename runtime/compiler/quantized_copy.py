@@ -56,7 +56,7 @@ def quantize_layers(
     if not layers:
         raise SpecDecError(
             f"the model has no linear layers of more bits than its copy's would have: {self_draft.qformat}",
-            hint="build it without a copy that drafts",
+            hint="leave `self_draft` out",
             code="nothing_to_quantize",
         )
     return layers

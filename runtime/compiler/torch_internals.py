@@ -56,6 +56,6 @@ def check_names() -> None:
         except (ImportError, AttributeError):
             raise SpecDecError(
                 f"torch {torch.__version__} cannot be built with: it has no `{name}`",
-                hint=f"install torch {_TESTED}",
+                hint=f'install torch {_TESTED}, or use no compiler: `compiler="none"`',
                 code="other_torch",
             ) from None

@@ -41,14 +41,14 @@ def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[
             raise SpecDecError(
                 f"prompt and output of {request.name} exceed the model's {positions} positions: "
                 f"{num_prompt} + {request.max_new_tokens}",
-                hint="ask for fewer tokens",
+                hint="lower `max_tokens`",
                 code="request_past_positions",
                 field="max_tokens",
             )
         raise SpecDecError(
             f"prompt and output of {request.name} exceed the engine's {build.max_request_len} tokens: "
             f"{num_prompt} + {request.max_new_tokens}",
-            hint="ask for fewer tokens, or build with a larger max_seq_len",
+            hint="lower `max_tokens`, or raise `max_seq_len`",
             code="request_too_long",
             field="max_tokens",
         )

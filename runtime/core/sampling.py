@@ -68,7 +68,7 @@ def no_token_left(position: int, fields: Seq[str]) -> NoValidToken:
     return NoValidToken(
         position,
         f"there is no token left to choose, {' and '.join(names) or 'penalties'} {leave}",
-        hint=f"relax {' or '.join(names) or 'the penalties'}",
+        hint=f"relax {' or '.join(f'`{name}`' for name in fields) or 'the penalties'}",
         code="no_token_left",
         field=fields[-1] if fields else None,
     )

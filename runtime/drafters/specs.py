@@ -391,6 +391,15 @@ class HeadDrafter(DrafterSpec):
             )
         return [found]
 
+    @classmethod
+    def reads(cls, model: str | Path) -> bool:
+        """True for a directory with a head of this kind. A model that has an MTP head is none: it may draft as a whole,
+        unless MTP is chosen by name.
+        """
+        from runtime.drafters.heads.head_config import kind_of_head
+
+        return kind_of_head(model) == cls.kind
+
     def open(self, opening: "Opener") -> "OpenDrafter":
         (config,) = self.read_heads()
         return opening.head(config, self)
@@ -425,12 +434,6 @@ class EagleDrafter(HeadDrafter):
 
     head: Annotated[str | Path, _head_setting("Directory of the trained head.")]
 
-    @classmethod
-    def reads(cls, model: str | Path) -> bool:
-        from runtime.drafters.heads.head_config import is_assistant, is_block, is_head
-
-        return is_head(model) and not is_assistant(model) and not is_block(model)
-
 
 @dataclass(frozen=True)
 class DFlashDrafter(HeadDrafter):
@@ -455,12 +458,6 @@ class DFlashDrafter(HeadDrafter):
         int, replace(_LENGTH, leader_default=LONGEST_OF_BLOCKS, leader_fixed=LONGEST_OF_BLOCKS)
     ] = LONGEST_OF_BLOCKS
 
-    @classmethod
-    def reads(cls, model: str | Path) -> bool:
-        from runtime.drafters.heads.head_config import is_block
-
-        return is_block(model)
-
 
 @dataclass(frozen=True)
 class AssistantDrafter(HeadDrafter):
@@ -481,12 +478,6 @@ class AssistantDrafter(HeadDrafter):
     kind = "assistant"
 
     head: Annotated[str | Path, _head_setting("Directory of the assistant.")]
-
-    @classmethod
-    def reads(cls, model: str | Path) -> bool:
-        from runtime.drafters.heads.head_config import is_assistant
-
-        return is_assistant(model)
 
 
 @dataclass(frozen=True)
@@ -534,10 +525,6 @@ class MtpDrafter(HeadDrafter):
         from runtime.drafters.heads.head_config import has_mtp_head
 
         return model is not None and has_mtp_head(model)
-
-    @classmethod
-    def reads(cls, model: str | Path) -> bool:
-        return False  # unless it is chosen by name: a model with a head may draft for another model
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class KVCacheConfig:
         if self.disk_dir is None and self.disk_bytes is not None:
             raise UsageError(
                 f"a size for K/V on disk is given without a directory: {self.disk_bytes}",
-                hint="name the directory by `disk_dir`",
+                hint="give `disk_dir` too",
                 code="disk_size_alone",
                 num_bytes=self.disk_bytes,
             )

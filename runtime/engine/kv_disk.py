@@ -241,7 +241,7 @@ class KVDisk:
             raise UsageError(
                 f"K/V on disk need {needed / 1e6:,.1f} MB for one sequence of {longest:,} tokens, and may have "
                 f"{max_bytes:,} bytes: {directory}",
-                hint="raise `disk_bytes`",
+                hint="raise `disk_bytes`, or lower `max_seq_len`",
                 code="disk_too_small",
             )
 

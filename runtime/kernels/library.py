@@ -293,7 +293,7 @@ def no_compiler() -> SpecDecError:
         why = f", and this installation's kernels are for torch {', '.join(machines[here])}, not for {torchs}"
     return SpecDecError(
         f"no working C++ compiler to build with: {cxx_compiler()}{why}",
-        hint="install one (the package `g++`) or name it in the variable CXX",
+        hint='install one (the package `g++`), name it in the variable CXX, or use no compiler: `compiler="none"`',
         code="no_compiler",
     )
 
@@ -371,7 +371,7 @@ def run_at_once(compiler: str, calls: list[list[str]]) -> None:
             if process.returncode != 0:
                 raise SpecDecError(
                     f"the C++ compiler cannot compile the kernels: {compiler}; it said: {_first_error(said)}",
-                    hint="repair it, or name another compiler in the variable CXX",
+                    hint='repair it, name another compiler in the variable CXX, or use no compiler: `compiler="none"`',
                     code="compiler_fails",
                 )
 

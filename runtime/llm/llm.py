@@ -502,7 +502,7 @@ class LLM:
             raise SpecDecError(
                 f"max_tokens leaves no room for a prompt in the engine's {build.max_request_len} tokens: "
                 f"{params.max_tokens}",
-                hint="ask for fewer tokens",
+                hint="lower `max_tokens`, or raise `max_seq_len`",
                 code="request_too_long",
                 field="max_tokens",
             )

@@ -32,7 +32,7 @@ def generate(
     `times` after each step. If a request cannot be continued, RequestError is raised when all others are done.
     """
     if not engine.block_reuse:
-        raise UsageError("orchestrator mode needs block reuse", hint="leave it on", code="block_reuse")
+        raise UsageError("orchestrator mode needs block reuse", hint="leave `block_reuse` on", code="block_reuse")
     max_draft_len = engine.max_draft_len if max_draft_len is None else max_draft_len
     engine.check_draft_len(max_draft_len if drafter else 0)
     check_requests(engine, drafter, requests)

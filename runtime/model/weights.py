@@ -42,11 +42,9 @@ Layout = dict[str, tuple[str, list[int]]]
 """The dtype and shape of each weight, by its name."""
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None) -> None:
-    """Write a safetensors file of contiguous tensors. Tensors that share memory are written separately. For a tensor
-    that equals one of the `known` tensors of another step, only that tensor's name is written.
-    """
-    write_weights(path, layout_of(weights), lambda: [weights], known)
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file of contiguous tensors. Tensors that share memory are written separately."""
+    write_weights(path, layout_of(weights), lambda: [weights])
 
 
 def write_weights(
@@ -56,7 +54,9 @@ def write_weights(
     known: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write weights like `save_weights`, if they are made in parts, one after another, that together have this layout.
-    If `known` is given the parts are made twice, since the file begins with the list of known tensors.
+
+    For a tensor that equals one of the `known` tensors of another step, only that tensor's name is written. The parts
+    are then made twice, since the file begins with the list of known tensors.
     """
     shared = {name: other for part in parts() for name, other in _among(known, part)} if known else {}
     own = {name: form for name, form in layout.items() if name not in shared}

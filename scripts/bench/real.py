@@ -42,7 +42,7 @@ from typing import Any
 
 from commands.inputs.dataset import first_turn
 from runtime import specdec_version
-from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.builder.engine_cache import engine_of_model, settings_of
 from runtime.llm import LLM
 from runtime.text.chat import ChatTemplate
 from runtime.text.trace_lines import check_text
@@ -186,9 +186,9 @@ class Plan:
     def _engine(self, system: str) -> Path:
         """Engine directory in the cache of engines, where `run` finds it too."""
         if system == "specdec":
-            source, settings = self.file, EngineSettings()
+            source, settings = self.file, settings_of({})
         else:
-            source, settings = self._dequantized(), EngineSettings(dtype="bfloat16", self_draft="int4")
+            source, settings = self._dequantized(), settings_of({"dtype": "bfloat16", "self_draft": "int4"})
         return self._stack.enter_context(engine_of_model(str(source), settings))
 
     def _dequantized(self) -> Path:

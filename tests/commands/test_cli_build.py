@@ -74,11 +74,12 @@ def test_a_model_is_quantized_as_convert_and_build_do_it(
 ) -> None:
     """The same engine, by one command or by three."""
     monkeypatch.chdir(tmp_path)
-    flags = ["--qformat", "int8_wo", "--kv-cache-dtype", "int8"]
+    flags = ["--qformat", "INT8_WO", "--kv_cache_dtype", "Int8"]
     run = [PROMPT, "--max-output-len", 12, "--end-id", 299, "--ngram-config", "4,2", "--mode", "leader", "--json"]
     at_once = specdec("run", llama_dir, *run, "--compiler", "none", *flags).document
-    assert specdec("convert", llama_dir, *flags).exit_code == 0
-    assert specdec("build", "--compiler", "none").exit_code == 0
+    Path("both.yaml").write_text("quantization: INT8_WO\nkv_cache_dtype: Int8\nself_draft: none\ncompiler: none\n")
+    assert specdec("convert", llama_dir, "--config", "both.yaml").exit_code == 0
+    assert specdec("build", "--config", "both.yaml").exit_code == 0
     built_before = specdec("run", "engine_outputs", *run).document
     assert ids_of(at_once) == ids_of(built_before)
     for key in ("build_config", "quantization", "dtype"):

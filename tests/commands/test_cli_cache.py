@@ -13,7 +13,7 @@ from sentences import Said
 from waiting import HANG_S
 
 import runtime.util.cache
-from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.builder.engine_cache import engine_of_model, settings_of
 from runtime.util.cache import used_entry
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
@@ -119,7 +119,7 @@ def test_engines_of_one_model_share_their_weights_and_the_oldest_go(
     monkeypatch.setattr(runtime.util.cache, "_SHARED_BYTES", 1)
     opened = []
     for max_seq_len, quantization in ((64, None), (128, None), (128, "int8")):
-        settings = EngineSettings(max_seq_len=max_seq_len, quantization=quantization, compiler="none")
+        settings = settings_of({"max_seq_len": max_seq_len, "quantization": quantization, "compiler": "none"})
         with engine_of_model(str(llama_dir), settings) as engine_dir:
             opened.append((engine_dir / "rank0.safetensors").resolve())
             assert specdec("verify", engine_dir).exit_code == 0
@@ -135,7 +135,7 @@ def test_engines_of_one_model_share_their_weights_and_the_oldest_go(
     assert max(alone) < plain < 2 * max(alone) and listed["num_bytes"] < plain + 2 * min(alone) + max(alone)
     assert "W8A16" in specdec("list").stdout
     monkeypatch.setenv("SPECDEC_CACHE_SIZE", "1")
-    settings = EngineSettings(max_seq_len=32, compiler="none")
+    settings = settings_of({"max_seq_len": 32, "compiler": "none"})
     with pytest.warns(SpecDecWarning, match="SIZE") as told, engine_of_model(str(llama_dir), settings) as engine_dir:
         pass
     said(str(told[0].message))

@@ -272,7 +272,7 @@ PROMPTS = [
     case(RUN + "--max-output-len 300", 1, "256 positions", "300", "`--max-output-len`"),
     case(
         RUN + "--max-output-len 159", 1, "160", "159",
-        "`--max-output-len`", "`specdec build --max-seq-len`", "`--model-dir`",
+        "`--max-output-len`", "`specdec build --max-seq-len`",
     ),
     case(
         NO_INPUT + "--input-file in.jsonl", 1, "1", "`prompt`", "`prompt_ids`", "`messages`",
@@ -344,7 +344,7 @@ DRAFTERS = [
     ),
     case(
         RUN + drafting("draft-short"), 1, "0", "9",
-        "8", "`--max-seq-len`",
+        "8", "`specdec build --max-seq-len`",
     ),
     case(RUN + drafting("draft") + "--max-tokens-in-paged-kv-cache 4", 1, "4"),
     case(
@@ -456,10 +456,11 @@ PLACES = [
     case(CONVERT.replace(" model", " gguf"), 1, "`gguf/m.gguf`", damage=gguf_only),
     case(CONVERT.replace(" model", " gguf"), 1, "m.gguf, n.gguf", "gguf/m.gguf", damage=two_ggufs),
     case(SUMMARIZE + "--test-hf --hf-model-dir gguf/m.gguf", 1, "`gguf/m.gguf`", damage=gguf_only),
-    case(CONVERT + "--use-weight-only --qformat int4", 2, "`--qformat int4`"),
+    case(CONVERT + "--use-weight-only --qformat int4_wo", 2, "`--quantization int4`"),
+    case(CONVERT + "--qformat int5", 2, "`--quantization`", "int5"),
     case(CONVERT + "--qformat int4 --group-size 48", 2, "`--group-size`", "32", "64", "128", "-1", "48"),
     case(CONVERT + "--activations int8", 1),
-    case(CONVERT + "--qformat fp8 --activations int8", 2, "--qformat", "fp8"),
+    case(CONVERT + "--qformat fp8 --activations int8", 2, "`--quantization`", "fp8"),
     case(BUILD + DRAFTS + "--self-draft int4 --self-draft-group-size 0", 2, "0", "64"),
     case(BUILD + "--quality-text notes.txt", 1, "`--quality-text`"),
     case(SUMMARIZE + "--rouge1-max-loss 1", 2, "`--rouge1-max-loss 1`", "`--check-accuracy`"),

@@ -10,7 +10,7 @@ from command_line import Specdec, ids_of
 from sentences import Said
 from test_cli_errors import assert_one_clear_error
 
-from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.builder.engine_cache import engine_of_model, settings_of
 from runtime.drafters.heads.head_config import read_head
 
 ARTICLES = Path(__file__).parents[2] / "runtime/demo/articles.jsonl"
@@ -24,7 +24,7 @@ HEAD = ["--draft-model-dir", "demo-head", "--draft-len-mode", "fixed"]
 def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The engine that `DEMO` and `HEAD` have made."""
     states = read_head("demo-head").hidden_states_of(6)
-    with engine_of_model("demo", EngineSettings(hidden_states=states, compiler="none")) as directory:
+    with engine_of_model("demo", settings_of({"compiler": "none"}, hidden_states=states)) as directory:
         return directory
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from waiting import wait_until
 
 from runtime.builder.engine_cache import EngineSettings
+from runtime.builder.engine_options import words_of
 from runtime.checkpoint.config import BuildConfig
 from runtime.checkpoint.resolve import resolve_model
 from runtime.util.cache import cache_dir
@@ -175,22 +177,26 @@ def test_a_dtype_that_the_model_has_anyway_is_the_same_engine(specdec: Specdec, 
     assert made[0] == made[1] == made[2] != made[3]
 
 
+def another_value(option: str, value: Any) -> Any:
+    words = [word for word in words_of(option).values() if word != value]
+    return words[0] if words else (value or 0) + 3
+
+
 def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir: Path, tmp_path: Path) -> None:
     """Settings that only `build` reads; building is stopped by a model that cannot be built."""
-    from runtime.builder.engine_cache import EngineSettings, _identity
+    from runtime.builder.engine_cache import _identity, settings_of
     from runtime.engine.engine import resolve_device
 
-    device, settings = resolve_device("cpu", 0), EngineSettings(None, 4, 128, 10)
+    device, settings = resolve_device("cpu", 0), settings_of({"max_seq_len": 128})
     copy = tmp_path / "model"
     shutil.copytree(llama_dir, copy)
     name = _identity(llama_dir, settings, device)
     assert _identity(copy, settings, device) == name
     others = {
-        _identity(llama_dir, EngineSettings("bfloat16", 4, 128, 10), device),
-        _identity(llama_dir, EngineSettings(None, 2, 128, 10), device),
-        _identity(llama_dir, EngineSettings(None, 4, 64, 10), device),
-        _identity(llama_dir, EngineSettings(None, 4, 128, 11), device),
+        _identity(llama_dir, settings.changed(**{option: another_value(option, value)}), device)
+        for option, value in settings.options.items()
     }
+    assert len(others) == len(settings.options) > 9
     weights, stat = load_file(copy / "model.safetensors"), (copy / "model.safetensors").stat()
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
@@ -198,7 +204,7 @@ def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir:
     others.add(_identity(copy, settings, device))
     (copy / "generation_config.json").write_text('{"eos_token_id": 5}')
     others.add(_identity(copy, settings, device))
-    assert len(others | {name}) == 7
+    assert len(others | {name}) == len(settings.options) + 3
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ class DraftOutputSettings:
             if value is not None and not heads and not has_copy:
                 raise UsageError(
                     f"{name} needs a trained head or a self-draft copy: {value}",
-                    hint="name a head, or have a copy made",
+                    hint='name a head by `head`, or have a copy made by `self_draft="int4"`',
                     code="no_layer_that_drafts",
                     name=name,
                 )
@@ -198,7 +198,7 @@ class DraftOutputSettings:
         if self.vocab_size is not None and self.vocab is None:
             raise UsageError(
                 f"draft_vocab_size needs a draft vocabulary: {self.vocab_size}",
-                hint="give a draft_vocab too, such as `auto`",
+                hint='give a vocabulary too, such as `draft_vocab="auto"`',
                 code="size_of_no_vocab",
                 name="draft_vocab_size",
             )
@@ -292,14 +292,19 @@ def _pard_mask(config: dict[str, Any]) -> Any:
 
 def is_head(directory: Path | str) -> bool:
     """True for a directory with the config of a trained drafter, also of an unsupported kind."""
+    return kind_of_head(directory) is not None
+
+
+def kind_of_head(directory: Path | str) -> HeadKind | None:
+    """Kind of the head in a directory of its own; None for a model, and for a directory without a config. An
+    unsupported kind is `eagle3`, and `read_head` says what it is.
+    """
     shipped = shipped_head(str(directory))
     config_file = (shipped or Path(directory).expanduser()) / "config.json"
-    if not config_file.is_file():
-        return False
     try:
-        return _is_config_of_head(read_json(config_file))
+        return _kind_of(read_json(config_file)) if config_file.is_file() else None
     except SpecDecError:
-        return False
+        return None
 
 
 def has_mtp_head(model: Path | str) -> bool:
@@ -334,10 +339,15 @@ def _names_in(directory: Path) -> Iterable[str]:
         return ()
 
 
-def _is_config_of_head(config: dict[str, Any]) -> bool:
+def _kind_of(config: dict[str, Any]) -> HeadKind | None:
+    """`kind_of_head`, by a head's config."""
+    if config.get("model_type") in ASSISTANTS:
+        return "assistant"
+    if _kind_of_block(config) is not None:
+        return "dflash"
     is_assistant = str(config.get("model_type")).endswith("_assistant")
     is_named = any(key in config for key in ("speculators_model_type", "draft_vocab_size", "dflash_config"))
-    return is_assistant or is_named or _names_eagle3(config) or _kind_of_block(config) is not None
+    return "eagle3" if is_assistant or is_named or _names_eagle3(config) else None
 
 
 def _kind_of_block(config: dict[str, Any]) -> str | None:
@@ -366,18 +376,20 @@ def read_head(head: Path | str) -> HeadConfig:
         )
     where = directory / "config.json"
     config = read_json(where)
-    if not _is_config_of_head(config) and (num_mtp_layers := _num_mtp_layers(config)):
+    kind = _kind_of(config)
+    if kind is None and (num_mtp_layers := _num_mtp_layers(config)):
         return _read_mtp(config, num_mtp_layers, directory, str(where))
-    if not _is_config_of_head(config):
+    if kind is None:
         raise SpecDecError(
             f"config.json does not describe a trained drafter: {directory}",
             hint="an EAGLE-3 head's has `draft_vocab_size`, or names its class, and a model with an MTP head has "
             "`num_nextn_predict_layers` or `mtp_num_hidden_layers`; a draft model is another drafter",
         )
-    if config.get("model_type") in ASSISTANTS:
-        return _read_assistant(config, directory, str(where))
-    if (block := _kind_of_block(config)) is not None:
-        return _read_block(config, block, directory, str(where))
+    read = {"assistant": _read_assistant, "dflash": _read_block}.get(kind, _read_eagle3)
+    return read(config, directory, str(where))
+
+
+def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
     kind = config.get("speculators_model_type", "eagle3")
     if str(config.get("model_type")).endswith("_assistant"):
         kind = config["model_type"]
@@ -386,10 +398,6 @@ def read_head(head: Path | str) -> HeadConfig:
             f"a head of this kind is not supported, {_OTHERS.get(str(kind), shown(kind))}: {directory}",
             hint="EAGLE-3, P-EAGLE, DFlash, DSpark and Gemma 4's assistants are supported",
         )
-    return _read_eagle3(config, directory, str(where))
-
-
-def _read_eagle3(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
     own = config.get("eagle_config") or {}
     if not isinstance(own, dict):
         raise _damaged(f"`{where}: eagle_config` is not a JSON object: {shown(own)}")
@@ -435,7 +443,7 @@ def _parallel_block(config: dict[str, Any], vocab_size: int, where: str) -> Bloc
     return BlockConfig(None, _mask_token(config, {}, vocab_size, where), starts_at_anchor=True)
 
 
-def _read_block(config: dict[str, Any], kind: str, directory: Path, where: str) -> HeadConfig:
+def _read_block(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
     own = config.get("dflash_config") or {}
     layers = config.get("transformer_layer_config", config)
     if not isinstance(own, dict) or not isinstance(layers, dict):
@@ -449,7 +457,7 @@ def _read_block(config: dict[str, Any], kind: str, directory: Path, where: str) 
         num_layers=_size(layers, "num_hidden_layers", where),
         hidden_states=_block_states(config, own, where),
         flags=frozenset() if "lm_head.weight" in _own_names(directory) else frozenset({"target_output"}),
-        block=_block_of(config, own, kind, common["vocab_size"], where),
+        block=_block_of(config, own, common["vocab_size"], where),
         num_target_layers=config.get("num_target_layers"),
         **common,
     )
@@ -459,11 +467,11 @@ def _own_names(directory: Path) -> set[str]:
     return {name.removeprefix("model.") for name in _names_in(directory)}
 
 
-def _block_of(config: dict[str, Any], own: dict[str, Any], kind: str, vocab_size: int, where: str) -> BlockConfig:
+def _block_of(config: dict[str, Any], own: dict[str, Any], vocab_size: int, where: str) -> BlockConfig:
     sizes = own if "block_size" in own else config
     size, is_dspark = (
         _size(sizes, "block_size", where, 8 if "speculators_model_type" in config else None),
-        kind == "dspark",
+        _kind_of_block(config) == "dspark",
     )
     if size < 2 - is_dspark:
         raise _damaged(f"`{where}: block_size` leaves no slot to draft: {size}")
@@ -525,11 +533,6 @@ def _state_ids(record: dict[str, Any], key: str, after: int, where: str) -> tupl
     return tuple(one + after for one in ids)
 
 
-def is_block(directory: Path | str) -> bool:
-    """True for the directory of a head that drafts blocks, DFlash or DSpark."""
-    return is_head(directory) and _kind_of_block(read_json(resolve_head(str(directory)) / "config.json")) is not None
-
-
 def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> HeadConfig:
     text = config.get("text_config")
     if not isinstance(text, dict):
@@ -556,13 +559,6 @@ def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> Head
         vocab_size,
         hidden_states=None,
         flags=flags,
-    )
-
-
-def is_assistant(directory: Path | str) -> bool:
-    """True for the directory of a Gemma 4 assistant."""
-    return (
-        is_head(directory) and read_json(resolve_head(str(directory)) / "config.json").get("model_type") in ASSISTANTS
     )
 
 

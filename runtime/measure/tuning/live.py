@@ -221,7 +221,7 @@ def fitting(session: Session, requests: Sequence[Request]) -> list[int]:
     if first_error and not kept:
         raise SpecDecError(
             f"none of the {len(requests)} requests fits the engine; the first: {first_error.message}",
-            hint="give shorter prompts, or build the engine for longer prompts",
+            hint="give shorter prompts, or raise `max_seq_len`",
             code="none_fits",
         )
     return kept

@@ -102,7 +102,7 @@ def check_tuning(llm: LLM, scope: Scope, batch_size: int) -> None:
     if batch_size > llm.engine.max_batch_size:
         raise SpecDecError(
             f"the batch size exceeds the engine's max_batch_size {llm.engine.max_batch_size}: {batch_size}",
-            hint="lower it, or build with a larger max_batch_size",
+            hint="lower it, or raise `max_batch_size`",
             code="batch_size",
             max_batch_size=llm.engine.max_batch_size,
             batch_size=batch_size,

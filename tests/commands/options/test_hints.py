@@ -54,7 +54,6 @@ OF_COMMANDS = {
     "bad_tokenizer": ("run", "chat", "summarize", "tune", "create"),
     "no_tokenizer": ("run", "chat", "summarize", "tune"),
     "other_model": ("summarize",),
-    "positions": ("build", "run", "chat"),
 }
 
 
@@ -87,7 +86,7 @@ def test_who_named_a_model_is_not_told_to_build_an_engine() -> None:
     finally:
         CURRENT_COMMAND.reset(tokens[0])
         MODEL_AT_HAND.reset(tokens[1])
-    for code in ("engine", "batch_size", "draft_len", "none_fits", "prompt_too_long", "request_too_long"):
+    for code in ("engine", "draft_len", "prompt_too_long"):
         assert "build`" not in hints[code] and "build --" not in hints[code] and "--model-dir" not in hints[code], code
     assert "`specdec rm 'my model'`" in hints["engine"] and "`--max-seq-len`" in hints["prompt_too_long"]
     remedies = [advised(remedy, "demo") or "" for remedy in REMEDIES.values()]
@@ -115,6 +114,34 @@ def test_a_message_names_the_commands_flag_for_its_setting(command: str, name: s
         assert message_of(SpecDecError("the value is wrong", field=name)) == "the value is wrong"
     finally:
         CURRENT_COMMAND.reset(token)
+
+
+@pytest.mark.parametrize(
+    ("command", "model", "hint"),
+    [
+        ("run", "demo", "lower `--max-output-len`, raise `--max-seq-len` or `tokenizers`, `--compiler none`"),
+        (
+            "run",
+            None,
+            "lower `--max-output-len`, raise `specdec build --max-seq-len` or `tokenizers`, "
+            "`specdec build --compiler none`",
+        ),
+        ("build", None, "lower `max_tokens`, raise `--max-seq-len` or `tokenizers`, `--compiler none`"),
+        (
+            "convert",
+            None,
+            "lower `max_tokens`, raise `specdec build --max-seq-len` or `tokenizers`, `specdec build --compiler none`",
+        ),
+    ],
+)
+def test_a_hint_names_the_flags_that_this_user_can_turn(command: str, model: str | None, hint: str) -> None:
+    tokens = CURRENT_COMMAND.set(Command(command, FLAGS[command])), MODEL_AT_HAND.set(model)
+    said = 'lower `max_tokens`, raise `max_seq_len` or `tokenizers`, `compiler="none"`'
+    try:
+        assert hint_of(SpecDecError("wrong", hint=said, code="x")) == hint
+    finally:
+        CURRENT_COMMAND.reset(tokens[0])
+        MODEL_AT_HAND.reset(tokens[1])
 
 
 def test_every_flag_of_a_setting_is_a_flag() -> None:

@@ -1,6 +1,6 @@
 """Names and flags as the command line's own parts read them."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,11 @@ from sentences import Said
 
 from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
 from commands.options.engine_choice import EngineOptions, KVCacheOptions, check_needed_drafter
-from commands.options.engine_flags import ModelEngineOptions
+from commands.options.engine_flags import BuildEngineOptions, ConvertEngineOptions, ModelEngineOptions
 from commands.options.leader_flags import LeaderOptions
 from commands.options.sampling_flags import SamplingOptions
 from commands.options.speculation_flags import SpeculationOptions
+from runtime.builder.engine_options import OPTIONS, words_of
 from runtime.core.params import GREEDY, SamplingConfig, SamplingParams
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import SuffixDrafter
@@ -103,6 +104,20 @@ def test_engine_that_is_there_is_not_built_anew(engines: ModelEngineOptions, mes
     with pytest.raises(UsageError) as raised:
         LeaderOptions(engines=engines).flags(None, SpeculationOptions())
     said(raised, *message.split("; "))
+
+
+@pytest.mark.parametrize("group", [ModelEngineOptions, ConvertEngineOptions, BuildEngineOptions])
+def test_every_command_takes_all_words_of_an_option(group: Any, said: Said) -> None:
+    options = [field.name for field in fields(group) if field.name in OPTIONS]
+    words = [(name, *one) for name in options for one in words_of(name).items()]
+    for name, word, value in words:
+        for given in (group(**{name: word}), group(**{name: word.upper()})):
+            given.check()
+            assert given.options == {name: value}
+    if "quantization" in options:
+        with pytest.raises(UsageError) as raised:
+            group(quantization="int5").check()
+        said(raised, "`--quantization`", "int5")
 
 
 def params(random_seed: int = 0, **given: Any) -> SamplingConfig:

@@ -158,7 +158,7 @@ def sample_of(flag: Any) -> str:
     [
         ("SPECDEC_MAX_MODEL_LEN", "run", "--max-seq-len"),
         ("SPECDEC_QFORMAT", "run", "--quantization"),
-        ("SPECDEC_QUANTIZATION", "convert", "--qformat"),
+        ("SPECDEC_QFORMAT", "convert", "--quantization"),
         ("SPECDEC_SEED", "batch", "--random-seed"),
     ],
 )

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from runtime.builder.convert import convert, convert_for_build, plan_conversion
-from runtime.builder.engine_cache import EngineSettings, engine_of_model
+from runtime.builder.engine_cache import engine_of_model, settings_of
 from runtime.checkpoint.checkpoint_dir import open_checkpoint
 from runtime.checkpoint.config import Dtype, QuantConfig
 from runtime.util.errors import SpecDecError, SpecDecWarning
@@ -243,7 +243,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_number(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     with (
         pytest.raises(SpecDecError) as of_first_start,
-        engine_of_model(str(model_dir), EngineSettings(compiler="none")),
+        engine_of_model(str(model_dir), settings_of({"compiler": "none"})),
     ):
         pass
     assert str(of_first_start.value) == str(raised.value)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.builder.artefacts import check_directory
 from runtime.builder.convert import convert
-from runtime.builder.engine_cache import EngineSettings, _identity
+from runtime.builder.engine_cache import _identity, settings_of
 from runtime.checkpoint.quant.formats import without_quantization
 from runtime.checkpoint.resolve import files_of_model, read_model_config
 from runtime.core.request import Request
@@ -110,7 +110,7 @@ def test_shards_in_subdirectories_are_read_as_by_transformers(tmp_path: Path) ->
 
 def test_shards_in_subdirectories_are_part_of_the_identity_and_of_the_check(tmp_path: Path) -> None:
     model_dir = saved_in_subdirectories(tmp_path / "model")
-    settings, device = EngineSettings(None, 4, 128, 10), torch.device("cpu")
+    settings, device = settings_of({"max_seq_len": 128}), torch.device("cpu")
     found, name = files_of_model(model_dir), _identity(model_dir, settings, device)
     shards = sorted(model_dir.rglob("*.safetensors"))
     assert len(shards) >= 3 and set(shards) <= set(found)

@@ -13,7 +13,7 @@ from test_eagle import SAMPLED, SMALL, Recording, answer, drafter, expected, mak
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from runtime.drafters.heads.head_config import DraftOutputSettings, is_assistant, is_head, read_head
+from runtime.drafters.heads.head_config import DraftOutputSettings, is_head, kind_of_head, read_head
 from runtime.engine.engine import Engine
 from runtime.util.errors import SpecDecError, UsageError
 
@@ -106,7 +106,7 @@ def test_ids_that_are_not_chosen_have_no_probability(engine_dir: Path, assistant
 
 def test_config_says_what_it_is(assistant_dir: Path, target: PreTrainedModel, tmp_path: Path) -> None:
     head = read_head(assistant_dir)
-    assert head.kind == "assistant" and is_head(assistant_dir) and is_assistant(assistant_dir)
+    assert head.kind == "assistant" == kind_of_head(assistant_dir)
     assert head.hidden_states_of(4) == (4,)
     config = target.config.to_dict()
     for changes, wrong in (

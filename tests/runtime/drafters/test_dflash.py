@@ -28,7 +28,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, 
 
 from runtime.checkpoint.config import DraftOutput
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.heads.head_config import is_block, is_head, read_head
+from runtime.drafters.heads.head_config import kind_of_head, read_head
 from runtime.engine.engine import Engine
 from runtime.loop.opening import warn_of_short_blocks
 from runtime.util.errors import SpecDecError, SpecDecWarning
@@ -106,7 +106,7 @@ def test_drafts_are_the_formulas(form: str, model: PreTrainedModel, tmp_path: Pa
     settings, saved_as = FORMS[form]
     head = make_block(model, **settings)
     directory = save_block(head, tmp_path, saved_as)
-    assert is_head(directory) and is_block(directory)
+    assert kind_of_head(directory) == "dflash"
     engine_dir = make_engine_dir(model, hidden_states=head.states, head_dir=directory)
     with Engine.open(engine_dir, **SMALL) as engine:
         dflash = drafter(engine, directory)
@@ -179,7 +179,7 @@ def test_parallel_eagle(model: PreTrainedModel, tmp_path: Path, make_engine: Any
     eagle.tensors["mask_hidden"] = torch.randn(1, 1, 3 * 32, generator=torch.Generator().manual_seed(5))
     changes = {"speculators_model_type": "peagle", "mask_token_id": 30}
     directory = save_eagle(eagle, tmp_path, "speculators", **changes)
-    assert is_head(directory) and not is_block(directory)
+    assert kind_of_head(directory) == "eagle3"
     assert read_head(directory).kind == "eagle3"
     engine = make_engine(model, hidden_states=eagle.states)
     parallel = drafter(engine, directory)
