@@ -61,8 +61,8 @@ def show_drafters(
             found.add(rival, written_flags(rival.candidate, (0,)), llm)
         for drafter in drafters:
             _try(found, llm, drafter, "--spec-decode-algo MTP", output)
-        if inputs.engines.self_draft is not None:
-            copy = f"--self-draft {inputs.engines.self_draft} --spec-decode-algo SELF"
+        if inputs.engines.copy is not None:
+            copy = f"--self-draft {inputs.engines.copy} --spec-decode-algo SELF"
             _try(found, llm, SelfDrafter(), copy, output)
         else:
             _leave_out_copy(found, model, llm)

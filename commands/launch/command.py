@@ -13,6 +13,7 @@ from commands.options.parameters import commands_of
 from commands.options.settings import settings_of
 from commands.output.help import INPUT, OUTPUT, SERVER, option
 from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.words import word_among
 
 ARGUMENTS_OF_TOOL = "specdec.arguments_of_tool"
 """Entry of the context's `meta`: what stood after `--`."""
@@ -101,10 +102,10 @@ def _first(value: Any) -> str:
 
 
 def _tool_named(name: str) -> Tool:
-    if (tool := TOOLS.get(name.lower())) is None:
+    if (known := word_among(name, TOOLS)) is None:
         *names, last = TOOLS
         raise UsageError(f"no agent of this name is known: {name}", hint=f"{', '.join(names)} and {last} are")
-    return tool
+    return TOOLS[known]
 
 
 def _restore(tool: Tool) -> None:

@@ -220,7 +220,7 @@ class EngineChoice:
     @property
     def self_draft(self) -> IntFormat | None:
         """Quantization of the model's copy that drafts; None where there is none."""
-        return self.built_for.self_draft or ("int4" if self.speculation.needs_copy else None)
+        return self.built_for.copy or ("int4" if self.speculation.needs_copy else None)
 
     @property
     def hidden_states(self) -> tuple[int, ...]:
@@ -249,7 +249,12 @@ class EngineChoice:
             else:
                 profile = profile_for_model(self.profile, self.model_dir)
             speculation, device_ids = profile.speculation, None
-        has_copy = self.built_for.self_draft is not None
+        has_copy = self.built_for.copy is not None
+        if speculation.needs_copy and self.built_for.self_draft is not None and not has_copy:
+            raise UsageError(
+                "self-drafting needs a copy, and there is to be none: `--self-draft none`",
+                hint="leave the flag out, or `--self-draft int4`",
+            )
         check_needed_drafter(speculation, check_lossless=check_lossless, has_copy=has_copy)
         if self.tokenizer_dir is not None:
             resolve_tokenizer(self.tokenizer_dir)
@@ -406,9 +411,9 @@ class EngineOptions:
             profile,
         )
         checked = choice.checked(check_lossless=check_lossless)
-        if leader.engines.self_draft is not None and not checked.speculation.needs_copy and not requests_draft:
+        if leader.engines.copy is not None and not checked.speculation.needs_copy and not requests_draft:
             warn(
-                f"`--self-draft {leader.engines.self_draft}` makes a copy that no drafter drafts with; "
+                f"`--self-draft {leader.engines.copy}` makes a copy that no drafter drafts with; "
                 f"`{algorithm_flag(SelfDrafter)}` does"
             )
         return checked

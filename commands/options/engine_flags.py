@@ -5,18 +5,17 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
-from commands.output.help import LEADER, SPECULATION, as_flag, option
+from commands.output.help import LEADER, SPECULATION, option
 from runtime.builder.engine_options import (
     OPTIONS,
     EngineOptions,
     FlagGroup,
     bounds_of,
     draft_output_of,
-    literals_of,
     value_of,
     words_of,
 )
-from runtime.checkpoint.config import QuantFormat
+from runtime.checkpoint.config import IntFormat, QuantFormat
 from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.util.errors import UsageError
 
@@ -35,10 +34,8 @@ def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more:
 
 
 def _kind(name: str) -> Any:
-    """Type of an option's flag: words, a number or a text. One with other spellings is a text, in any case."""
-    hint, described = OPTIONS[name]
-    if described.spellings:
-        return str
+    """Type of an option's flag: words, a number or a text."""
+    hint = OPTIONS[name][0]
     if words := tuple(words_of(name)):
         return Literal[words]
     (kind,) = (one for one in (_plain(one) for one in _members(hint)) if one not in (NoneType, Path))
@@ -91,13 +88,7 @@ class ModelEngineOptions(_EngineFlags):
     )
 
     def check(self) -> None:
-        """UsageError for a number format that there is not, or formats that do not fit together."""
-        for name, value in vars(self).items():
-            if isinstance(value, str) and value.lower() not in words_of(name):
-                *first, last = literals_of(OPTIONS[name][0])
-                raise UsageError(
-                    f"`{as_flag(name)}` is {', '.join(first)} or {last}: {value}", hint=OPTIONS[name][1].hint
-                )
+        """UsageError for formats that do not fit together."""
         check_activations("`--quantization`", self.options.get("quantization"), self.activations)
 
     def changed(self, **options: Any) -> "ModelEngineOptions":
@@ -108,6 +99,11 @@ class ModelEngineOptions(_EngineFlags):
     def options(self) -> EngineOptions:
         """The options that are given."""
         return cast(EngineOptions, _given(self))
+
+    @property
+    def copy(self) -> IntFormat | None:
+        """Format of the copy for self-drafting; None where none is asked for."""
+        return self.options.get("self_draft")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ an engine is an `Advice`.
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -22,11 +23,12 @@ from commands.options.foreign import COMMANDS
 from commands.options.settings import origin_of
 from commands.options.spellings import normalize_name
 from commands.output.help import as_flag
-from runtime.builder.engine_options import OPTIONS, words_of
+from runtime.builder.engine_options import OPTIONS, literals_of, words_of
 from runtime.checkpoint.bundle import DRAFT_VOCAB
 from runtime.core.params import FIELDS, GrammarKind
 from runtime.drafters.specs import NgramDrafter
 from runtime.util.errors import SpecDecError
+from runtime.util.words import nearest
 
 _CONVERT_AGAIN = "run `specdec convert` again"
 _DRAFTS = (
@@ -331,7 +333,13 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         if _flag(error) == "`--dtype`" and words_of("quantization").get(value := str(problems()[0]["input"]).lower()):
             flag = normalize_name("quantization", getattr(where, "info_name", None) or "")
             hint = f"`--{flag} {value}` quantizes the weights"
-        return _value_message(_flag(error), problems()[0]) + _origin(error), hint
+        parameter: Any = getattr(error, "param", None)
+        choices = _choices_of(parameter)
+        if choices:
+            near = nearest(str(problems()[0]["input"]).lower(), choices)
+            more = OPTIONS[parameter.name][1].hint if parameter.name in OPTIONS else None
+            hint = f"perhaps `{near}`; {more or hint}" if near else more or hint
+        return _value_message(_flag(error), problems()[0], choices) + _origin(error), hint
     near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")
     if near:
@@ -340,7 +348,7 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         hint, text = COMMANDS[found[1]], text.partition(";")[0]
     if not text:  # a value that must be given
         text = f"missing: {_flag(error)}"
-        parameter: Any = getattr(error, "param", None)
+        parameter = getattr(error, "param", None)
         hint = _OF_MISSING.get(f"{getattr(where, 'info_name', '')} {parameter.opts[0]}", hint)
     return text[:1].lower() + text[1:], hint
 
@@ -356,15 +364,21 @@ def _flag(error: Any) -> str:
     return f"`{parameter.opts[0] if parameter.param_type_name == 'option' else parameter.metavar or parameter.name}`"
 
 
-def _value_message(flag: str, problem: Any) -> str:
+def _choices_of(parameter: Any) -> list[str]:
+    """The words that a flag takes, without other programs' words for them; none if it takes other values."""
+    name = parameter.name
+    if name in OPTIONS:
+        return [*literals_of(OPTIONS[name][0]), *(["none"] if OPTIONS[name][1].takes_none else [])]
+    return [*map(str, parameter.type_descriptor.choices or ())]
+
+
+def _value_message(flag: str, problem: Any, choices: Sequence[str]) -> str:
     value, details = problem["input"], problem.get("ctx", {})
     if problem["type"] in _BOUNDS:
         words, key = _BOUNDS[problem["type"]]
         return f"{flag} must be {words} {details[key]}: {value}"
     if problem["type"] in _NUMBERS:
         return f"{flag} must be {_NUMBERS[problem['type']]}: {value}"
-    reason = str(details.get("error", problem["msg"])).rstrip(".")
-    _, is_choice, choices = reason.partition(" is not one of ")
-    return (
-        f"{flag} must be one of {choices.replace(chr(39), '')}: {value}" if is_choice else f"{flag}: {reason}: {value}"
-    )
+    if choices:
+        return f"{flag} must be one of {', '.join(choices)}: {value}"
+    return f"{flag}: {str(details.get('error', problem['msg'])).rstrip('.')}: {value}"

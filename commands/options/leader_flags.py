@@ -165,7 +165,7 @@ class LeaderOptions:
         return LeaderFlags(
             self._given,
             self.spec_decode_algo or self._assumed_algorithm(options),
-            drafts_by_copy=self.engines.self_draft is not None,
+            drafts_by_copy=self.engines.copy is not None,
             sends_what_pays=options.draft_len_mode != "fixed" and self.mode != "orchestrator",
             model_dir=self.model_dir,
             answers_many=answers_many,

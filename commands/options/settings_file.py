@@ -21,12 +21,13 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from commands.options.foreign import ANSWERS, WITHOUT_EFFECT, Flags, without_foreign
-from commands.options.parameters import nearest, options_of
+from commands.options.parameters import options_of
 from commands.options.spellings import OF_TEXT, normalize_name
 from commands.output.help import PANELS
 from runtime.drafters.speculative_config import flags_of_config
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.reading import read_utf8
+from runtime.util.words import nearest
 
 _CONFIG = "speculative-config"
 _HINT = "write `max_seq_len: 8192`, a setting a line"

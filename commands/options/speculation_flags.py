@@ -15,6 +15,7 @@ from runtime.drafters.specs import DRAFTERS, lookups
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.words import word_among
 
 _NO_PROFILE = Path("off")
 _AUTO = "AUTO"
@@ -177,7 +178,7 @@ class _Flags:
             raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")
         if algorithm is not None:
             return self._all() if algorithm == _AUTO else [algorithms()[algorithm]]
-        if drafters is not None and drafters.strip().lower() == "auto":
+        if drafters is not None and word_among(drafters.strip(), ("auto",)):
             return self._all()
         models = self._with_model()
         if self.leader and drafters is None and not self.lists and models:
@@ -189,8 +190,8 @@ class _Flags:
         assert self.leader is not None
         if self.leader.algorithm is None:
             return None
-        algorithm = self.leader.algorithm.upper().replace("-", "_")
-        if algorithm not in (*algorithms(), _AUTO):
+        algorithm = word_among(self.leader.algorithm, (*algorithms(), _AUTO))
+        if algorithm is None:
             raise UsageError(
                 f"unknown `--spec-decode-algo`: {self.leader.algorithm}",
                 hint=f"there are {', '.join((*algorithms(), _AUTO))}; without the flag nothing is drafted",
@@ -351,8 +352,8 @@ def parse_drafter_names(text: str) -> list[str]:
     """Parse `--drafters ngram,draft-target`; UsageError for a name that is unknown or comes twice."""
     names: list[str] = []
     for word in text.split(","):
-        name = word.strip().lower().replace("_", "-")
-        if name not in DRAFTERS:
+        name = word_among(word.strip(), DRAFTERS)
+        if name is None:
             raise UsageError(
                 f"`--drafters` names no drafter of specdec's: {word.strip() or repr(text)}",
                 hint=f"there are {', '.join(DRAFTERS)}, with commas between them, and auto",

@@ -19,7 +19,11 @@ PANELS = (INPUT, SERVER, CLUSTER, RUNTIME, QUANTIZATION, SPECULATION, SAMPLING, 
 
 
 def option(panel: str, help_text: str, *names: str, shown: str | bool = True, **others: Any) -> Any:
-    """A flag, in a panel of `--help`, where `shown` stands in the place of its default."""
+    """A flag, in a panel of `--help`, where `shown` stands in the place of its default.
+
+    Words of a choice are taken in any case, and with `-` or `_`, as `runtime.util.words` takes them from Python.
+    """
+    others.setdefault("case_sensitive", False)
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=shown, **others)
 
 

@@ -32,7 +32,7 @@ def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, out
         )
     if options.learning_rate is not None and not 0 < options.learning_rate <= 1:
         raise UsageError(f"`--learning-rate` is not between 0 and 1: {options.learning_rate}", hint="try 0.0005")
-    if results.engines.self_draft is not None:
+    if results.engines.copy is not None:
         raise UsageError("`--self-draft` has no meaning for a training", hint="leave it out")
     results.engines.check()
     results.check()

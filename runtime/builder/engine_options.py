@@ -24,6 +24,7 @@ from runtime.checkpoint.config import (
     Size,
 )
 from runtime.drafters.heads.head_config import DraftOutputSettings
+from runtime.util.words import word_among
 
 FlagGroup = Literal["engine", "drafts"]
 """Flags of a model's engine, or of the layers that draft, which `build` has too."""
@@ -101,7 +102,7 @@ class EngineOptions(TypedDict, total=False):
     self_draft: Annotated[
         IntFormat | None,
         EngineOption("Add a copy of the linear weights, quantized to int8 or int4, for self-drafting.",
-                     shown="none; int4 if it is to draft", flags="engine"),
+                     shown="none; int4 if it is to draft", flags="engine", takes_none=True),
     ]  # fmt: skip
     head: Annotated[
         str | Path | None,
@@ -190,7 +191,9 @@ def literals_of(hint: Any) -> list[str]:
 
 def value_of(name: str, value: Any) -> Any:
     """Value of an option's word in any spelling and case: "fp8" for `"FP8_E4M3"`; of anything else the value itself."""
-    return words_of(name).get(value.lower(), value) if isinstance(value, str) else value
+    words = words_of(name)
+    word = word_among(value, words) if isinstance(value, str) else None
+    return value if word is None else words[word]
 
 
 def draft_output_of(options: EngineOptions) -> DraftOutputSettings:
