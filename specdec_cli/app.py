@@ -44,7 +44,7 @@ from commands.launch.command import ARGUMENTS_OF_TOOL, launch
 from commands.options.foreign import Flags, without_foreign
 from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.parameters import PREFIX, SECRET
-from commands.options.settings import begin, settle, told_origin
+from commands.options.settings import begin, settle, told_origin, trace
 from commands.options.shared import COMMON
 from commands.options.spellings import empty_value, normalize_name, read_arguments, with_usual_values
 from commands.output.help import INPUT, option, sort_by_panel
@@ -232,6 +232,9 @@ class _Command(TyperCommand):
             if not ctx.resilient_parsing:
                 settle(ctx)
             return rest
+        except UsageError:
+            trace(ctx)
+            raise
         except typer.TyperException as error:
             if getattr(error, "ctx", None) is None:
                 error.ctx = ctx  # type: ignore[attr-defined]  # so that the hint names the command

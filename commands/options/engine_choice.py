@@ -114,6 +114,13 @@ class KVCacheOptions:
         return replace(self, no_kv_cache_enable_block_reuse=self.no_kv_cache_enable_block_reuse or disable_reuse)
 
 
+def _disk_size(text: str) -> int:
+    """Bytes; UsageError for what is no size."""
+    if not (size := size_in_bytes(text)):
+        raise UsageError(f"`--kv-cache-disk-size` is no size: {text}", hint=f"write {SIZES}")
+    return size
+
+
 @dataclass(frozen=True)
 class KVDiskOptions:
     """Place and size of the K/V cache on disk."""
@@ -134,6 +141,7 @@ class KVDiskOptions:
             KV_CACHE,
             "Most bytes in that directory: bytes, or 500M, 20G (decimal), 20GiB (binary).",
             shown="as before; 20G",
+            check=_disk_size,
             metavar="SIZE",
         ),
     ] = None
@@ -141,14 +149,7 @@ class KVDiskOptions:
     @property
     def max_bytes(self) -> int | None:
         """UsageError for what is no size."""
-        if self.kv_cache_disk_size is None:
-            return None
-        if not (size := size_in_bytes(self.kv_cache_disk_size)):
-            raise UsageError(
-                f"`--kv-cache-disk-size` is no size: {self.kv_cache_disk_size}",
-                hint=f"write {SIZES}",
-            )
-        return size
+        return None if self.kv_cache_disk_size is None else _disk_size(self.kv_cache_disk_size)
 
     def check(self, cache: KVCacheOptions) -> None:
         """UsageError for a size alone, and for K/V that nothing would read; before torch is imported."""

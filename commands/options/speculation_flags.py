@@ -22,12 +22,56 @@ _AUTO = "AUTO"
 """Suffix matching, old answers where many requests are answered, n-gram lookup where a flag of its own is given, and
 the models that are given."""
 
+
+def algorithms() -> dict[str, str]:
+    """Names of drafters by those of leader mode."""
+    return {spec.description.algorithm: name for name, spec in DRAFTERS.items() if spec.description.algorithm}
+
+
+def parse_algorithm(text: str) -> str:
+    """The algorithm of leader mode that `--spec-decode-algo` names, or AUTO. UsageError for another name."""
+    algorithm = word_among(text, (*algorithms(), _AUTO))
+    if algorithm is None:
+        raise UsageError(
+            f"unknown `--spec-decode-algo`: {text}",
+            hint=f"there are {', '.join((*algorithms(), _AUTO))}; without the flag nothing is drafted",
+        )
+    return algorithm
+
+
+def _is_auto(drafters: str) -> bool:
+    return word_among(drafters.strip(), ("auto",)) is not None
+
+
+def parse_drafter_names(text: str) -> list[str]:
+    """Parse `--drafters ngram,draft-target`; UsageError for a name that is unknown or comes twice."""
+    names: list[str] = []
+    for word in text.split(","):
+        name = word_among(word.strip(), DRAFTERS)
+        if name is None:
+            raise UsageError(
+                f"`--drafters` names no drafter of specdec's: {word.strip() or repr(text)}",
+                hint=f"there are {', '.join(DRAFTERS)}, with commas between them, and auto",
+            )
+        if name in names:
+            raise UsageError(f"`--drafters` names {name} twice: {text}", hint="name each once")
+        names.append(name)
+    return names
+
+
+def _check_drafters(text: str) -> None:
+    """UsageError for what is neither `auto` nor names of drafters."""
+    if not _is_auto(text):
+        parse_drafter_names(text)
+
+
 Drafters = Annotated[
     str | None,
     option(
         SPECULATION,
         f"Use several drafters; each sequence gets the most profitable draft. Names: {', '.join(DRAFTERS)}, "
         "each with its own flag. `auto` uses every drafter whose flag you give.",
+        check=_check_drafters,
         metavar="NAME,NAME",
     ),
 ]
@@ -178,7 +222,7 @@ class _Flags:
             raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")
         if algorithm is not None:
             return self._all() if algorithm == _AUTO else [algorithms()[algorithm]]
-        if drafters is not None and word_among(drafters.strip(), ("auto",)):
+        if drafters is not None and _is_auto(drafters):
             return self._all()
         models = self._with_model()
         if self.leader and drafters is None and not self.lists and models:
@@ -190,13 +234,7 @@ class _Flags:
         assert self.leader is not None
         if self.leader.algorithm is None:
             return None
-        algorithm = word_among(self.leader.algorithm, (*algorithms(), _AUTO))
-        if algorithm is None:
-            raise UsageError(
-                f"unknown `--spec-decode-algo`: {self.leader.algorithm}",
-                hint=f"there are {', '.join((*algorithms(), _AUTO))}; without the flag nothing is drafted",
-            )
-        return algorithm
+        return parse_algorithm(self.leader.algorithm)
 
     def _all(self) -> list[str]:
         """The drafters that are given, in leader mode or else a lookup; the models that are given."""
@@ -321,11 +359,6 @@ class _Flags:
         return any(name in said for name, setting in spec.settings().items() if setting.leader_flag == flag)
 
 
-def algorithms() -> dict[str, str]:
-    """Names of drafters by those of leader mode."""
-    return {spec.description.algorithm: name for name, spec in DRAFTERS.items() if spec.description.algorithm}
-
-
 def _form_hint(spec: type[DrafterSpec]) -> str:
     return f"the form of `{config_flag(spec)}` is {spec.description.form}"
 
@@ -345,22 +378,6 @@ def _chosen_names(given: list[str], drafters: str | None) -> list[str]:
                 f"`{config_flag(DRAFTERS[name])}` is given, and `--drafters` does not name {name}: {drafters}",
                 hint=f"`--drafters {','.join([*names, name])}`, or leave the flag out",
             )
-    return names
-
-
-def parse_drafter_names(text: str) -> list[str]:
-    """Parse `--drafters ngram,draft-target`; UsageError for a name that is unknown or comes twice."""
-    names: list[str] = []
-    for word in text.split(","):
-        name = word_among(word.strip(), DRAFTERS)
-        if name is None:
-            raise UsageError(
-                f"`--drafters` names no drafter of specdec's: {word.strip() or repr(text)}",
-                hint=f"there are {', '.join(DRAFTERS)}, with commas between them, and auto",
-            )
-        if name in names:
-            raise UsageError(f"`--drafters` names {name} twice: {text}", hint="name each once")
-        names.append(name)
     return names
 
 
