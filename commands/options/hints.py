@@ -20,6 +20,8 @@ from typer import TyperException
 from commands.options.drafter_flags import example_of, users_of
 from commands.options.expand import MODEL_AT_HAND, current_command
 from commands.options.foreign import COMMANDS
+from commands.options.model_word import near_model
+from commands.options.parameters import commands_of, options_of
 from commands.options.settings import origin_of
 from commands.options.spellings import normalize_name
 from commands.output.help import as_flag
@@ -76,6 +78,10 @@ def advice_at_hand(advice: str | Advice) -> str:
 
 
 HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
+    "activations_in_8_bits": (
+        Advice("convert the model with `specdec convert --activations int16`", "add `--activations int16`"),
+        "leave `--compare-activations` out",
+    ),
     "bad_tokenizer": "give another tokenizer with `--tokenizer-dir`; transformers said: {reason}",
     "batch_size": (
         "lower it",
@@ -126,12 +132,16 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     ),
     "no_corpus": "`specdec corpus create` makes one",
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
-    "no_engine": "name a model first, as in `specdec run demo`; or make an engine with `specdec convert` and "
-    "`specdec build`",
+    "no_engine": "name a model, as in `{with_model}`; or make an engine with `specdec convert` and `specdec build`",
     "no_gpu": "build with `specdec build --device cpu`",
     "no_head_of_layers": (
         "`--draft-model-dir` takes a trained head",
-        "quantize a draft model: `specdec convert --qformat {value}`",
+        Advice("quantize a draft model: `specdec convert --qformat {value}`"),
+        Advice(None, "leave the flag out"),
+    ),
+    "no_integer_weights": (
+        Advice("quantize the model with `specdec convert --qformat int8`", "add `--quantization int8`"),
+        "leave `--compare-activations` out",
     ),
     "no_layer_that_drafts": (
         "name a head with `--draft-model-dir`",
@@ -193,9 +203,13 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     ),
     "self_draft_bits": (
         "leave `--self-draft` out",
-        "convert the model to a format with more bits: `specdec convert --qformat FORMAT`",
+        Advice("convert the model to a format with more bits: `specdec convert --qformat FORMAT`"),
+        Advice(None, "draft by lookup: `--spec-decode-algo AUTO`"),
     ),
-    "self_draft_split": ("leave `--self-draft` out", "convert the model without `specdec convert --tp-size`"),
+    "self_draft_split": (
+        "leave `--self-draft` out",
+        Advice("convert the model without `specdec convert --tp-size`"),
+    ),
     "size_of_no_vocab": "give a vocabulary too, such as `--draft-vocab auto`",
     "tokenizer_is_code": "name a tokenizer that transformers has a class for with `--tokenizer-dir`",
     "tune_draft_len": ("lower it", Advice("build with a larger `specdec build --max-draft-len`")),
@@ -225,6 +239,9 @@ def hint_of(error: SpecDecError) -> str | None:
     """Remedy for an error on the command line."""
     if error.code == "other_environment":
         return _rebuild(**error.values)
+    near = near_model(str(error.values["name"])) if error.code == "no_such_model" else None
+    if near is not None:
+        return f"perhaps `{near}`; {error.hint}"
     given, model = HINTS.get(error.code or "", ()), MODEL_AT_HAND.get()
     pieces = given if isinstance(given, tuple) else (given,)
     hint = _fitting(pieces, model, error) or (None if model is None else _fitting(pieces, None, error))
@@ -253,7 +270,14 @@ _FLAG = re.compile(r"`--([a-z-]+)")
 
 def _values(error: SpecDecError) -> dict[str, object]:
     build, head = error.values.get("build"), error.values.get("head") or "HEAD"
-    return {"what_drafts": "" if build is None else _what_drafts(build, head)} | error.values
+    command = current_command()
+    with_model = _WITH_MODEL.get(command.name, f"specdec {command.name} demo") if command else "specdec run demo"
+    what_drafts = "" if build is None else _what_drafts(build, head)
+    return {"what_drafts": what_drafts, "with_model": with_model} | error.values
+
+
+_WITH_MODEL = {"check": "specdec check receipts.jsonl demo"}
+"""How a command takes a model, if not as its first word."""
 
 
 _OF_COMMANDS = {
@@ -302,6 +326,13 @@ def _what_drafts(build: Any, head: object = "HEAD", engine_dir: object = "ENGINE
     return flags
 
 
+_FEW = 3
+_EXTRA_WORD = re.compile(r"[Gg]ot unexpected extra arguments?(?:\(s\))? \(([^ )]+)")
+_OF_EXTRA_WORD = {
+    "build": "`--checkpoint-dir` names a checkpoint; `specdec convert {word}` makes one of a model, and "
+    "`specdec run {word}` converts, builds and answers",
+}
+"""Hints for a word too many, by command."""
 _NO_COMMAND = re.compile("No such command `([^`]+)`")
 _OF_MISSING = {
     "check receipts": "`specdec check receipts.jsonl demo`; `specdec run demo --receipts receipts.jsonl` writes them",
@@ -336,12 +367,16 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         parameter: Any = getattr(error, "param", None)
         choices = _choices_of(parameter)
         if choices:
-            near = nearest(str(problems()[0]["input"]).lower(), choices)
+            near = nearest(str(problems()[0]["input"]).lower(), choices, 0.7)
             more = OPTIONS[parameter.name][1].hint if parameter.name in OPTIONS else None
             hint = f"perhaps `{near}`; {more or hint}" if near else more or hint
         return _value_message(_flag(error), problems()[0], choices) + _origin(error), hint
     near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")
+    if option := getattr(error, "option_name", None):
+        hint = _in_other_commands(option, where) or hint
+    if extra := _EXTRA_WORD.match(text):
+        hint = _OF_EXTRA_WORD.get(where.info_name, hint).format(word=extra[1])
     if near:
         hint = f"perhaps {' or '.join(f'`{name}`' for name in near)}; {hint}"
     if (found := _NO_COMMAND.match(text)) and found[1] in COMMANDS:
@@ -351,6 +386,21 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         parameter = getattr(error, "param", None)
         hint = _OF_MISSING.get(f"{getattr(where, 'info_name', '')} {parameter.opts[0]}", hint)
     return text[:1].lower() + text[1:], hint
+
+
+def _in_other_commands(option: str, context: Any) -> str | None:
+    """Commands that have a flag which this command has not; None for none, or many. After `convert` comes `build`."""
+    own = context.info_name
+    having = [
+        f"`specdec {name} --{flag}`"
+        for name, command in commands_of(context).items()
+        if (flag := normalize_name(option.lstrip("-"), name)) in options_of(command)
+    ]
+    made = [one for one in having if one.split()[1] in ("convert", "build")]
+    having = made if own in ("convert", "build") and made else having
+    if not 0 < len(having) <= _FEW:
+        return None
+    return f"{' and '.join(having)} {'have' if len(having) > 1 else 'has'} it; `specdec {own} --help` shows the usage"
 
 
 def _origin(error: Any) -> str:

@@ -103,12 +103,14 @@ def check_has_more_bits(quantization: Quantization | None) -> None:
     if quantization is None or quantization.quant_algo is None or quantization.quant_algo.startswith("FP8"):
         raise UsageError(
             "`--compare-activations` is for a model with weights in int8 or int4, and this model has others",
-            hint="`--quantization int8` (of `convert`: `--qformat int8`) quantizes a model; or leave the flag out",
+            hint="quantize the model, or leave the flag out",
+            code="no_integer_weights",
         )
     if quantization.activations == "int8":
         raise UsageError(
             "`--compare-activations` compares more bits with 8, and the activations have 8 bits already: int8",
-            hint="add `--activations int16`, or leave the flag out",
+            hint="take activations in int16, or leave the flag out",
+            code="activations_in_8_bits",
         )
 
 

@@ -317,15 +317,20 @@ class _Flags:
 
     def _missing(self, spec: type[DrafterSpec], setting: Setting, own: Parsed | None) -> UsageError:
         described = spec.description
+        named, engine = as_flag(setting.leader_flag or ""), as_flag(setting.flag or "")
+        if own is not None and self.leader is not None:
+            return UsageError(
+                f"`{config_flag(spec)}` needs {_with_article(described.title)}: {own.text}",
+                hint=f"`{named}` names the directory or hub id, or `{engine}` its engine",
+            )
         if own is not None:
             return UsageError(
                 f"`{config_flag(spec)}` needs the {described.title}'s engine: {own.text}",
-                hint=f"`{as_flag(setting.flag or '')}` names it; `specdec build` makes it from the {described.title}'s "
-                "checkpoint",
+                hint=f"`{engine}` names it; `specdec build` makes it from the {described.title}'s checkpoint",
             )
         return UsageError(
             f"`{self._chosen_by(spec)}` needs {_with_article(described.title)}",
-            hint=f"`{as_flag(setting.leader_flag or '')}` names one, or `{as_flag(setting.flag or '')}` its engine",
+            hint=f"`{named}` names the directory or hub id, or `{engine}` its engine",
         )
 
     def check_used(self, names: Collection[str]) -> None:

@@ -17,9 +17,9 @@ def chosen(kind: Any, value: Any) -> Any:
     return (word_among(value, get_args(kind)) or value) if isinstance(value, str) else value
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like this one, if one is."""
-    return next(iter(difflib.get_close_matches(name, [*known], 1, 0.6)), None)
+def nearest(name: str, known: Iterable[str], share: float = 0.6) -> str | None:
+    """The known name that is most like this one, if one has this share of letters in common with it."""
+    return next(iter(difflib.get_close_matches(name, [*known], 1, share)), None)
 
 
 def _plain(word: str) -> str:
