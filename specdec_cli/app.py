@@ -13,6 +13,7 @@ import errno
 import inspect
 import io
 import os
+import shutil
 import signal
 import sys
 import warnings
@@ -49,7 +50,15 @@ from commands.options.shared import COMMON
 from commands.options.spellings import TYPED, as_typed, empty_value, normalize_name, read_arguments, with_usual_values
 from commands.output.help import INPUT, option, sort_by_panel
 from commands.output.output import Output, fail, say_interrupted, warn
-from commands.output.short_help import WIDTH, overview, short_help, terminal_width
+from commands.output.short_help import (
+    LEAST_WIDTH,
+    WIDTH,
+    full_help,
+    needs_plain_help,
+    overview,
+    short_help,
+    terminal_width,
+)
 from commands.predict.command import predict
 from commands.regress.command import regress
 from commands.run.command import run
@@ -211,6 +220,10 @@ class _Command(TyperCommand):
             return
         all_params, self.params = self.params, sort_by_panel(self.params)
         _name_types(self.get_params(ctx), ctx)
+        if needs_plain_help(self, columns := shutil.get_terminal_size().columns):
+            formatter.write(full_help(self, max(columns, LEAST_WIDTH)))
+            self.params = all_params
+            return
         if self.name not in {command.__name__ for command in _LONG}:  # all flags have one, and there is one help
             for param in (one for one in self.params if isinstance(one, TyperOption)):
                 param.show_envvar = param.envvar is not None

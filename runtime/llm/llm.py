@@ -111,7 +111,6 @@ class LLM:
         engine, mode = own_names(engine), chosen(Mode, mode)
         check_not_empty({"tokenizer": tokenizer, "profile": profile})
         tell_problems()
-        check_arguments(EngineOptions, engine)
         check_arguments(LLM.__init__, {"mode": mode, "max_num_tokens": max_num_tokens, "seed": seed})
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         if not isinstance(model, str | Path | Bundle) or not str(model):

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from runtime.builder.engine_options import OTHER_NAMES, EngineOptions, value_of
 from runtime.builder.profile import profile_for_model
-from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN
+from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN, check_arguments
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.speculative_config import speculation_of_config
 from runtime.engine.engine import KVCacheConfig
@@ -82,8 +82,8 @@ def engine_options_for(speculation: Speculation, options: EngineOptions) -> Engi
 
 
 def own_names(options: Mapping[str, Any]) -> EngineOptions:
-    """Options under our names. UsageError for an unknown name, an empty text, or an option given under both of its
-    names.
+    """Options under our names. UsageError for an unknown name, a value that the option cannot have, an empty text, or
+    an option given under both of its names.
     """
     check_not_empty(options)
     engine: dict[str, Any] = {}
@@ -97,4 +97,5 @@ def own_names(options: Mapping[str, Any]) -> EngineOptions:
                 f"{given[own]} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
             )
         engine[own], given[own] = value_of(own, value), name
+        check_arguments(EngineOptions, {name: engine[own]})  # by the name that was given
     return cast(EngineOptions, engine)

@@ -130,6 +130,7 @@ def test_vllms_arguments_are_ours_or_are_answered(llama_uncompiled_dir: Path) ->
         ({"gpu_memory_utilization": 0.5}, "free_gpu_memory_fraction=0.5"),
         ({"max_modellen": 8}, "`max_model_len`"),
         ({"head": ""}, "leave it out"),
+        ({"max_num_seqs": 0}, "correct its value"),
         ({"tokenizer": ""}, "leave it out"),
     ]
     for options, answer in asked:
