@@ -76,7 +76,7 @@ def show_drafters(
                 found.not_tried.append(NotTried(drafter=name, reason=error.message, command=""))
         measured = _measured(found, options, output)
         document = _document(inputs, found, measured, own_sample=prompts is not None or inputs.traces is not None)
-    _show(document, output)
+    show_document(document, output)
     output.document(document.as_json())
 
 
@@ -209,7 +209,8 @@ def _document(
     )
 
 
-def _show(document: DraftersDocument, output: Output) -> None:
+def show_document(document: DraftersDocument, output: Output) -> None:
+    """Print the table of what was tried, with the command that chooses each, and what was not tried."""
     columns = ["drafter", "draft", "tokens/step", "a draft", "tokens/s", "speedup"]
     is_measured = any(one.measured_speedup is not None for one in document.tried)
     columns += ["measured", "ratio"] if is_measured else []

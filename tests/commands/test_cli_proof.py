@@ -362,7 +362,7 @@ def test_predict_reads_another_machines_costs(
 ) -> None:
     """Steps whose tokens are free pay for every accepted token: as many times as there are tokens in a step."""
     costs = json.loads((llama_engine_dir / "config.json").read_text())
-    flat = [one | {"seconds": 0.01} for one in costs["step_costs"]]
+    flat = [one | {"seconds": 1000.0} for one in costs["step_costs"]]
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"step_costs": flat, "host_s": 0.0}))
     document = specdec("predict", "--traces", answers[0], "--costs", path, "--json").document
@@ -370,7 +370,7 @@ def test_predict_reads_another_machines_costs(
     none = next(one for one in document["predicted"] if not one["flags"])
     best = document["predicted"][0]
     assert none["speedup"] == 1 and document["pays"]
-    assert best["speedup"] == pytest.approx(best["tokens_per_step"], rel=0.05)  # and what looking up takes
+    assert best["speedup"] == pytest.approx(best["tokens_per_step"], rel=0.01)  # a lookup takes nothing beside them
 
 
 def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said) -> None:

@@ -13,6 +13,9 @@ from gguf import GGMLQuantizationType as Q
 from quantized import save_gguf
 from test_cli_errors import assert_one_clear_error
 
+from commands.drafters.document import DraftersDocument
+from commands.drafters.work import show_document
+from commands.output.output import Output
 from runtime.core.params import SamplingParams
 from runtime.drafters import published
 from runtime.drafters.published import published_for
@@ -25,12 +28,13 @@ TEXTS = ["Once upon a time there was a little dog.", "The dog looked for the bal
 
 
 def test_a_model_with_an_mtp_head_and_a_draft_model_beside(
-    specdec: Specdec, mtp_dirs: tuple[Path, Path], draft_engine_dir: Path
+    specdec: Specdec, mtp_dirs: tuple[Path, Path], draft_engine_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = mtp_dirs[1]
     sample = [*each("--input-text", TEXTS), "--max-output-len", 12, "--compiler", "none", "--measure"]
     document = specdec("drafters", model, *sample, "--json").document
-    printed = "".join(specdec("drafters", model, *sample).stdout.split())
+    show_document(DraftersDocument.model_validate(document), Output())  # another run may choose another lookup
+    printed = "".join(capfd.readouterr().out.split())
     for one in document["tried"]:
         assert one["draft_len"] == 0 or "".join(f"{one['drafter']}: {one['command']}".split()) in printed
     assert_valid("drafters", document)
@@ -61,7 +65,7 @@ def test_no_copy_of_layers_in_four_bits(specdec: Specdec, tmp_path: Path) -> Non
 def test_a_machine_that_gets_slower_slows_target_and_draft_model_alike(
     llama_engine_dir: Path, draft_engine_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that is 1,000 times as slow after the target's answers is a clock that runs so fast."""
+    """A machine that is a million times as slow after the target's answers is a clock that runs so fast."""
     real, drafter = time.perf_counter, DraftTargetDrafter(str(draft_engine_dir), 3)
     with LLM(str(llama_engine_dir), mode="leader") as llm:
         template = llm.request_of(SamplingParams(temperature=0, max_tokens=12))
@@ -70,9 +74,9 @@ def test_a_machine_that_gets_slower_slows_target_and_draft_model_alike(
         traces = answer(llm, requests, [None] * len(requests), untold)
         sample = open_sample(llm, Answered(requests, traces, 12), untold)
         before = rival_of_model(sample, llm, drafter, untold)
-        monkeypatch.setattr(time, "perf_counter", lambda: 1000 * real())
+        monkeypatch.setattr(time, "perf_counter", lambda: 1e6 * real())
         after = rival_of_model(sample, llm, drafter, untold)
-    assert after.draft_s < 30 * before.draft_s and after.seconds < 30 * before.seconds
+    assert after.draft_s < 1000 * before.draft_s and after.seconds < 1000 * before.seconds
 
 
 def test_errors_are_one_sentence(specdec: Specdec, llama_engine_dir: Path) -> None:
