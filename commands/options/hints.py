@@ -373,10 +373,11 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         return _value_message(_flag(error), problems()[0], choices) + _origin(error), hint
     near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")
-    if option := getattr(error, "option_name", None):
+    option = getattr(error, "option_name", None)
+    if option and where is not None:
         hint = _in_other_commands(option, where) or hint
     if extra := _EXTRA_WORD.match(text):
-        hint = _OF_EXTRA_WORD.get(where.info_name, hint).format(word=extra[1])
+        hint = _OF_EXTRA_WORD.get(getattr(where, "info_name", ""), hint).format(word=extra[1])
     if near:
         hint = f"perhaps {' or '.join(f'`{name}`' for name in near)}; {hint}"
     if (found := _NO_COMMAND.match(text)) and found[1] in COMMANDS:
@@ -400,7 +401,8 @@ def _in_other_commands(option: str, context: Any) -> str | None:
     having = made if own in ("convert", "build") and made else having
     if not 0 < len(having) <= _FEW:
         return None
-    return f"{' and '.join(having)} {'have' if len(having) > 1 else 'has'} it; `specdec {own} --help` shows the usage"
+    have = "have" if len(having) > 1 else "has"
+    return f"{' and '.join(having)} {have} it; `{context.command_path} --help` shows the usage"
 
 
 def _origin(error: Any) -> str:
