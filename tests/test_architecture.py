@@ -284,7 +284,7 @@ def test_every_code_of_an_error_has_its_hint() -> None:
     for path in modules("runtime").values():
         stated |= set(re.findall(r'code="(\w+)"', path.read_text(encoding="utf-8")))
         stated |= set(re.findall(r'"(cache_too_\w+)"', path.read_text(encoding="utf-8")))
-    assert stated == {*HINTS, *MESSAGES, "other_environment"}
+    assert stated == {*HINTS, *MESSAGES, "other_environment", "no_such_model"}
 
 
 def everywhere() -> dict[str, Path]:

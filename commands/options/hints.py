@@ -78,10 +78,6 @@ def advice_at_hand(advice: str | Advice) -> str:
 
 
 HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
-    "activations_in_8_bits": (
-        Advice("convert the model with `specdec convert --activations int16`", "add `--activations int16`"),
-        "leave `--compare-activations` out",
-    ),
     "bad_tokenizer": "give another tokenizer with `--tokenizer-dir`; transformers said: {reason}",
     "batch_size": (
         "lower it",
@@ -138,10 +134,6 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
         "`--draft-model-dir` takes a trained head",
         Advice("quantize a draft model: `specdec convert --qformat {value}`"),
         Advice(None, "leave the flag out"),
-    ),
-    "no_integer_weights": (
-        Advice("quantize the model with `specdec convert --qformat int8`", "add `--quantization int8`"),
-        "leave `--compare-activations` out",
     ),
     "no_layer_that_drafts": (
         "name a head with `--draft-model-dir`",
@@ -277,7 +269,7 @@ def _values(error: SpecDecError) -> dict[str, object]:
 
 
 _WITH_MODEL = {"check": "specdec check receipts.jsonl demo"}
-"""How a command takes a model, if not as its first word."""
+"""Examples of commands that take a model, where it is not the first word."""
 
 
 _OF_COMMANDS = {

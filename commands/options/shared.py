@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from commands.options.expand import current_command
 from commands.output.help import CLUSTER, INPUT, OUTPUT, RUNTIME, option
 from runtime.checkpoint.config import Quantization
 from runtime.util.errors import SpecDecError, UsageError
@@ -100,17 +101,17 @@ USUAL_CHECKPOINT, USUAL_ENGINE = "checkpoint", "engine_outputs"
 
 def check_has_more_bits(quantization: Quantization | None) -> None:
     """UsageError unless the weights are integers whose inputs have more than 8 bits: for `--compare-activations`."""
+    command = current_command()
+    takes_model = command is not None and "quantization" in command.flags
     if quantization is None or quantization.quant_algo is None or quantization.quant_algo.startswith("FP8"):
         raise UsageError(
             "`--compare-activations` is for a model with weights in int8 or int4, and this model has others",
-            hint="quantize the model, or leave the flag out",
-            code="no_integer_weights",
+            hint=f"`{'--quantization' if takes_model else 'specdec convert --qformat'} int8` quantizes a model",
         )
     if quantization.activations == "int8":
         raise UsageError(
             "`--compare-activations` compares more bits with 8, and the activations have 8 bits already: int8",
-            hint="take activations in int16, or leave the flag out",
-            code="activations_in_8_bits",
+            hint=f"`{'' if takes_model else 'specdec convert '}--activations int16` has more; or leave the flag out",
         )
 
 

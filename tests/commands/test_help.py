@@ -37,7 +37,7 @@ def all_help(command: str) -> str:
 def test_no_flag_is_cut_and_panels_come_in_one_order(
     command: str, width: int, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In boxes, or in plain lines where these would leave no room for the help beside the names."""
+    """Flags stand in boxes, or in plain lines where these would leave no room for the help beside the names."""
     monkeypatch.setenv("COLUMNS", str(width))
     lines = specdec(*command.split(), all_help(command)).stdout.splitlines()
     assert max(map(len, lines)) <= width

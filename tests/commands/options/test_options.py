@@ -159,7 +159,7 @@ def test_flags_that_greedy_leaves_without_effect_are_named(
 
 
 def test_words_of_choices_are_taken_in_any_case_with_either_hyphen() -> None:
-    """By flags, and so by variables and files, whose values flags read; and by options of `LLM`."""
+    """Words are taken by flags, and so by variables and files, whose values flags read; and by options of `LLM`."""
     words = 0
     for name, command in commands_of(typer.Context(group := typer.main.get_command(app))).items():
         context = command.context_class(command, info_name=name, **command.context_settings)
