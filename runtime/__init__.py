@@ -2,7 +2,7 @@
 
 
 def specdec_version() -> str | None:
-    """Version of specdec; None where it was not installed, but runs from its directory."""
+    """Version of specdec; None if it is not installed but run from its directory."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -212,8 +212,8 @@ class _Command(TyperCommand):
     """A command that takes TensorRT-LLM's flags without meaning here, and says so once."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The short help of a command with many flags. Elsewhere panels in the order of all commands, and narrow types:
-        beside wide ones Typer cuts the names of flags.
+        """The short help of a command with many flags; for other commands, Typer's panels in the order of all commands.
+        Types are shown narrow (`N`): beside wide types Typer cuts the names of flags.
         """
         if any(param.name == "help_all" for param in self.params) and not ctx.meta.get(_SHOWS_ALL):
             formatter.write(_short_help(self, ctx, terminal_width()))
@@ -255,8 +255,9 @@ class _Command(TyperCommand):
             raise
 
     def make_parser(self, ctx: Any) -> Any:
-        """Make a parser that also knows `--no-streaming` for `--streaming`, which puts off what a variable or a file of
-        settings says, and `--cache` for `--no-cache`. `--help` does not list these flags.
+        """Make a parser that also knows the opposite of a switch: `--no-streaming` for `--streaming`, and `--cache` for
+        `--no-cache`. With it the command line overrules a variable or a file of settings. `--help` does not list these
+        opposites.
         """
         parser = super().make_parser(ctx)
         switches = [param for param in self.params if isinstance(param, TyperOption) and param.is_bool_flag]
@@ -268,9 +269,8 @@ class _Command(TyperCommand):
         return parser
 
     def _tell_overruled(self, arguments: list[str], own: Flags) -> None:
-        """Warn of a flag of one value that gets two, perhaps in two spellings, or of a switch that is on and off.
-
-        The last holds, as scripts expect that append to a command line.
+        """Warn of a flag that is given twice with different values, perhaps in two spellings, or of a switch that is
+        turned on and off. The last value holds: scripts that append a flag to a command line rely on it.
         """
         options = {name.removeprefix("--"): one for one in self.params for name in one.opts}
         switches = {name: one for name, one in options.items() if isinstance(one, TyperOption) and one.is_bool_flag}
@@ -295,7 +295,9 @@ class _Command(TyperCommand):
         return Flags(self.name or "", long | {"help", "help-all"}, with_value, short)
 
     def invoke(self, ctx: Any) -> Any:
-        """Says that the command was interrupted, unless it has shown what it did before and leaves by `typer.Exit`."""
+        """Run the command. After Ctrl-C, say that the command was interrupted, unless it has shown its results so far
+        and leaves by `typer.Exit`.
+        """
         _invoked.append(self.name or "")
         output = Output(*(bool(ctx.params.get(name)) for name in ("json", "quiet")))
         PROGRESS.set(output.byte_progress)
@@ -310,7 +312,9 @@ class _Command(TyperCommand):
 
 
 def _tell_one(name: str, before: tuple[str, str], now: tuple[str, str], *, has_value: bool) -> None:
-    """Warn that the flag `before` gives way to `now`, each its word and its value; of a key without the values."""
+    """Warn that the flag `before` gives way to the flag `now`; each is a pair of the flag's word and its value. Values
+    are shown if the flag has any.
+    """
     shown = [" ".join(one) if has_value and name != SECRET else one[0] for one in (before, now)]
     other = "" if before[0] == now[0] or not has_value else "the same flag, "
     warn(f"`{shown[0]}` is overruled by `{shown[1]}`, {other}given later")
@@ -340,7 +344,9 @@ def help_texts() -> dict[str, str]:
 
 
 class _CommandWithRest(_Command):
-    """A command that passes flags on which it does not know, and to another program what stands after `--`."""
+    """A command that passes on the flags that it does not know, and passes to another program everything that stands
+    after `--`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = args[: args.index("--")] if "--" in args else args
@@ -411,7 +417,7 @@ _CONFIG = Parameter(
 
 
 def _with_flags(command: Callable[..., None], flags: list[Parameter]) -> Callable[..., None]:
-    """The command with flags that it never hears of."""
+    """The command with flags that are accepted and never handed to it."""
     signature = inspect.signature(command)
     names = {flag.name for flag in flags}
 
@@ -530,7 +536,7 @@ def main() -> None:
         exit_code = 0 if is_spare() else app(prog_name="specdec", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
         if _stopped_by:
-            # Compiled code may have made another error of what the signal raised in it.
+            # Compiled code may have turned the signal's exception into another error.
             sys.exit(128 + _stopped_by[-1])
         if os.environ.get("SPECDEC_DEBUG") or not isinstance(error, Exception):
             raise
@@ -546,10 +552,9 @@ def main() -> None:
 
 
 def is_spare() -> bool:
-    """True if this process is one of torchrun's beyond the first. SpecDecError if they span several machines.
-
-    An engine that is split starts its other ranks itself, and pins each to its device, so the others have nothing to
-    do.
+    """True if this process is any of torchrun's processes but the first. SpecDecError if they span several machines. An
+    engine that is split starts its other ranks itself, and pins each to its device, so the other processes have nothing
+    to do.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
@@ -577,11 +582,9 @@ def _open_closed_streams() -> None:
 
 
 def _replace_what_cannot_be_written() -> None:
-    """Write `?` for a character that the encoding of standard output lacks: `日` where a locale has ISO-8859-1.
-
-    Those of tables have another form: `#` for a bar, `-` for a dash.
-
-    Python would raise, after the work is done. Standard error shows such a character as `\\u65e5` already.
+    r"""Write `?` for a character that the encoding of standard output lacks: `日` where a locale has ISO-8859-1.
+    Characters of tables get another replacement: `#` for a bar, `-` for a dash. Python would raise, after the work is
+    done. Standard error shows such a character as `\u65e5` already.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         codecs.register_error("specdec", _in_plain_letters)
@@ -592,34 +595,35 @@ _PLAIN = str.maketrans(dict(zip("–—−÷×’“”…µ█·→", '---/x\'"
 
 
 def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
-    """Letters for the characters that an encoding lacks, and the place after them."""
+    """ASCII letters for the characters that an encoding lacks, and the position behind these characters, as
+    `codecs.register_error` asks.
+    """
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end].translate(_PLAIN)
     return "".join(letter if letter.isascii() else "?" for letter in lacking), error.end
 
 
 def _have_waiting_threads_sleep() -> None:
-    """GNU's OpenMP reads this when torch is loaded: threads that wait for others keep the cores that those need.
-
-    Beside a busy process a build took three times as long. Steps have threads of their own.
+    """Set the variable that GNU's OpenMP reads when torch is loaded, so that waiting threads sleep. Threads that wait
+    busily keep cores from the threads that compute: beside a busy process a build took three times as long. The threads
+    of an engine's steps are our own, and are not affected.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "0"
 
 
 def _keep_out_of_the_common_directory() -> None:
-    """torch makes a directory of a known name for its compiler as soon as it is imported: in ours, unless told where.
-
-    If there can be none, the code that needs it reports why.
+    """Tell torch to use a directory of ours for its compiler. By default it makes a directory of a known name in the
+    common temporary directory as soon as it is imported. If ours cannot be made, the code that needs it reports why.
     """
     with suppress(SpecDecError):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary_dir() / "inductor"))
 
 
 def _report(error: Exception) -> int:
-    """Say what went wrong; returns the exit code. What is not the user's to correct is raised again.
-
-    Memory that ran out is told as that, whatever it was taken for."""
+    """Print the error; returns the exit code. An error that is no fault of the user's is raised again. If memory ran
+    out, the message says so, whatever exception that led to.
+    """
     match error:
         case _ if is_out_of_memory(error):
             return _report(out_of_memory(error).with_traceback(None))
@@ -650,7 +654,7 @@ _show_foreign_warning = warnings.showwarning
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *others: Any, **named: Any) -> None:
-    """Ours as one line; those of the libraries as Python shows them."""
+    """Show a warning of specdec's in one line, and a warning of a library as Python shows it."""
     if issubclass(category, SpecDecWarning):
         warn(str(message))
     else:
@@ -659,7 +663,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *others: Any,
 
 _stopped_by: list[int] = []
 _invoked: list[str] = []
-"""Names of the commands that have begun, each of which says itself that it was interrupted."""
+"""Names of the commands that have begun: each of these says itself that it was interrupted."""
 
 
 def _stop(signal_number: int, frame: FrameType | None) -> None:

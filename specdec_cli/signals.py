@@ -1,4 +1,4 @@
-"""Signals while the command's modules are imported: nothing has begun, and the process ends without a traceback.
+"""Signals while the command's modules are imported: no work has begun, so the process ends without a traceback.
 
 Importing this module sets the handlers, and `restore` takes them back once `specdec_cli.app` is imported: `main` sets
 handlers of its own, and other programs that import `app` keep theirs.

@@ -36,9 +36,8 @@ def _help(arguments: list[str]) -> str | None:
 
 
 def texts_at_once() -> dict[str, str]:
-    """The texts of help.txt: of `specdec` under "", then of each command under its name.
-
-    `python -m scripts.tools.update_docs` writes the file (`with_headings`), of what the commands say themselves.
+    """The texts of help.txt: the help of `specdec` under "", then each command's help under its name. `python -m
+    scripts.tools.update_docs` writes the file (by `with_headings`) from the commands' own help.
     """
     file = os.path.join(os.path.dirname(__file__), "help.txt")
     with open(file, encoding="ascii", newline="\n") as opened:
@@ -47,5 +46,5 @@ def texts_at_once() -> dict[str, str]:
 
 
 def with_headings(texts: dict[str, str]) -> str:
-    """The content of help.txt: each text behind a form feed and a line with its command."""
+    """The content of help.txt: each text behind a form feed and a line with the name of its command."""
     return "".join(f"{_NEW_PAGE}{name}\n{text}" for name, text in texts.items())

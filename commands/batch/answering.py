@@ -1,8 +1,9 @@
-"""An opened model that answers the requests of a batch file, many at a time, as the server answers its clients'.
+"""An opened model that answers the requests of a batch file, many at a time, as the server answers its clients'
+requests.
 
-A result depends on its request and the model alone: it has no time, no random id, and no word of drafts or of what was
-found in the cache. So it is the same bytes whenever and wherever it is made. A `Job` holds everything results depend
-on, and how the model is opened, here or on another machine.
+A result depends on its request and the model alone. It contains no time, no random id and no count of drafts or reused
+tokens, so its bytes are the same whenever and wherever it is made. A `Job` holds everything that results depend on, and
+how the model is opened, here or on another machine.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A request's line in the file of results, and what it cost to answer the request."""
+    """A request's line in the file of results, and the counts of the work that the answer took."""
 
     id: str
     line: bytes
@@ -76,7 +77,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Pending:
-    """A request on its way."""
+    """A request that is being answered."""
 
     request: BatchRequest
     body: Generation
@@ -126,9 +127,9 @@ class BatchModel:
         self._served.loop.stop(0)
 
     def submit(self, request: BatchRequest, on_done: Callable[[Pending], None]) -> Outcome | None:
-        """Begin to answer; `on_done` is called in the loop's thread. An outcome if there is nothing to wait for.
-
-        SpecDecError when the engine has ended, which is no request's result.
+        """Begin to answer a request; `on_done` is called in the loop's thread at the end. Returns an outcome if the
+        request is refused, so that there is nothing to wait for. SpecDecError if the engine has ended: that is no
+        result of this request.
         """
         names = FieldNames()
         try:
@@ -147,7 +148,7 @@ class BatchModel:
         return None
 
     async def answer(self, request: BatchRequest) -> Outcome | NotAnswered:
-        """Answer a request, for an event loop in which many are awaited."""
+        """Answer a request, in an event loop that awaits many answers."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Pending] = loop.create_future()
 
@@ -210,7 +211,7 @@ class BatchModel:
 
 
 class OwnCrew:
-    """The model in this process."""
+    """A crew of a single worker: the model in this process."""
 
     def __init__(self, model: BatchModel) -> None:
         self._model = model
@@ -236,12 +237,14 @@ class OwnCrew:
 
 
 def seed_of(custom_id: str, random_seed: int) -> int:
-    """A seed for a request that names none: its own, and always the same."""
+    """A seed for a request that names no seed: it depends on `custom_id` and `random_seed` alone, so it is always the
+    same.
+    """
     return int(digest([str(random_seed), custom_id])[:15], 16)
 
 
 def failed_outcome(request: BatchRequest, failure: str) -> Outcome:
-    """The outcome of a request that fails every time, also alone."""
+    """The outcome of a request that fails every time, also when it is answered alone."""
     return _failed(request, HTTPError(500, failure, code="internal_error"))
 
 
@@ -270,7 +273,7 @@ def _counts(answers: list[RequestHandle]) -> Counts:
 
 
 def _notify(answers: list[RequestHandle]) -> None:
-    """Notify, in the loop's thread after a step, those that wait for requests whose last answer is over."""
+    """Notify, in the loop's thread after a step, all callers that wait for requests whose last answer is complete."""
     for answer in answers:
         pending = answer.owner
         if answer.progress.is_over and isinstance(pending, Pending):
@@ -281,7 +284,7 @@ def _notify(answers: list[RequestHandle]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its settings, and what requests call it."""
+    """A model, its settings, and the name by which requests call the model."""
 
     choice: EngineChoice
     names: tuple[str, ...]
@@ -304,14 +307,18 @@ class Job:
 
     @property
     def draft_len_mode(self) -> DraftLenMode:
-        """Requested draft length mode; by default automatic where it is known to be safe."""
+        """The draft length mode that was asked for; without a request, automatic where automatic lengths cannot change
+        results.
+        """
         speculation = self.choice.speculation
         if speculation.draft_len_mode is None and read_bundle(self.choice.engine_dir).has_costs:
             return speculation.default_mode(is_leader=True)
         return speculation.draft_len_mode or "fixed"
 
     def digest(self) -> str:
-        """Digest of everything that results depend on. Drafts are included only if they affect samples."""
+        """Digest of everything that results depend on. Settings of drafts are included only if drafts affect which
+        tokens are sampled.
+        """
         speculation = self.choice.speculation
         parts = [model_digest(self.choice.engine_dir, self.choice.tokenizer_dir), *self.names, repr(self.defaults)]
         if self.defaults.thinking_token_budget is not None:

@@ -1,6 +1,8 @@
-"""Dispatch of requests to any kind of workers: each gets enough to stay busy, and no request suffers from another's
-fault. A request that was in a failed step, or in a worker that died, is retried. If that happens repeatedly it is
-retried alone, and if it fails alone, that is its result.
+"""Dispatch of requests to workers of any kind: each worker gets enough requests to stay busy, and no request suffers
+from another request's fault.
+
+A request that was in a failed step, or in a worker that died, is retried. If that happens repeatedly it is retried
+alone, and if it fails alone, that failure is its result.
 """
 
 from collections import Counter, deque
@@ -47,7 +49,7 @@ class Crew(Protocol[_Asked, _Answered]):
     def send(self, request: _Asked) -> None: ...
 
     def receive(self) -> Iterable[_Answered | NotAnswered]:
-        """Wait for an event and return what arrived, if anything. SpecDecError if no worker is left."""
+        """Wait for an event; returns the outcome that arrived, if any. SpecDecError if no worker is left."""
         ...
 
 
@@ -74,7 +76,7 @@ def answer_all(
 
 
 class _Waiting(Generic[Request]):
-    """Requests that have not been sent, and those to be sent again."""
+    """Requests that have not been sent, and requests to be sent again."""
 
     def __init__(self, requests: Iterator[Request]) -> None:
         self._requests = requests
@@ -89,7 +91,9 @@ class _Waiting(Generic[Request]):
         return bool(self._next or self._again or self._suspects)
 
     def next(self, *, is_idle: bool) -> Request | None:
-        """Next request to send. While there are suspects, none until no worker is busy, and then one suspect alone."""
+        """The next request to send. While there are suspects (requests whose step or worker failed repeatedly), None
+        until no worker is busy, and then a single suspect.
+        """
         if (self._suspects or self._alone is not None) and not is_idle:
             return None
         self._alone = self._suspects.popleft() if self._suspects else None
@@ -111,9 +115,8 @@ class _Waiting(Generic[Request]):
 
 
 def check_same_bits(worker: str, theirs: Fingerprint, ours: Fingerprint, *, allow_mixed: bool) -> None:
-    """SpecDecError for a worker whose engine gives other bits than the first worker's; a warning if it may.
-
-    Results would depend on which of the two made them.
+    """SpecDecError for a worker whose engine gives other bits than the first worker's; with `allow_mixed`, a warning. A
+    result would depend on which of the two made it.
     """
     if theirs.logits == ours.logits:
         return

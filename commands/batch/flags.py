@@ -37,7 +37,7 @@ class BatchFiles:
     receipts: Receipts = None
 
     def check(self) -> None:
-        """SpecDecError unless the requests can be read twice, and the results are another file."""
+        """SpecDecError unless the file of requests can be read twice, and the file of results is another file."""
         path = self.input_file
         if path.exists() and not path.is_file():
             what = "Is a directory" if path.is_dir() else "not a regular file, and it is read twice"
@@ -48,7 +48,7 @@ class BatchFiles:
 
 @dataclass(frozen=True)
 class BatchDefaults:
-    """Defaults for requests."""
+    """Default sampling settings for requests that do not set them."""
 
     max_output_len: Annotated[
         int | None, option(SAMPLING, "Default for `max_tokens`.", shown="16; in a chat as many as fit", min=1)
@@ -75,7 +75,9 @@ class BatchDefaults:
         return {name: value for name, value in values.items() if value is not None}
 
     def checked(self) -> "BatchDefaults":
-        """The same with the texts of files; SpecDecError for a value that is wrong."""
+        """The same defaults with the content of files, such as a JSON schema's, in place of paths; SpecDecError for a
+        value that is wrong.
+        """
         SamplingConfig(**self.sampling)
         SamplingParams(**self.form.params)
         return replace(self, form=self.form.read())

@@ -1,13 +1,12 @@
-"""The two files of a batch.
+"""The two files of a batch: requests and results.
 
-Requests are OpenAI's batch lines, or plain prompts. Their file is read twice, since it may be larger than the memory.
+Requests are OpenAI's batch lines, or plain prompts. Their file is read twice, since it may be larger than the memory. A
+request's id is a digest of everything that its result depends on: the request's own fields, and the `job`, which stands
+for the model and the settings. So a result shows by its id whether it answers this request with this model.
 
-A request's id is a digest of all that its result depends on: what is asked, and the `job`, which stands for the model
-and the settings. So a result tells by its id whether it is of this request, asked of this model.
-
-Results are appended as they come, and the whole is put in order when all are there. Until then they stand in a file
-beside it (`results.jsonl.partial`), which is taken up again after whatever ended the process: its results are final,
-and a torn end is cut off. Each result is in it once, from any worker.
+Results are appended as they come, to a file beside the file of results (`results.jsonl.partial`); they are put in order
+when all are there. After a kill the next run takes up the partial file: its results are final, and a torn last line is
+cut off. Each result is in it once, whichever worker made it.
 """
 
 import fcntl
@@ -28,13 +27,13 @@ from runtime.util.reading import parse_json, raise_unreadable, shown
 _FORM = 'write {"custom_id", "method", "url", "body"} as OpenAI has it, or {"prompt": "..."}, one a line'
 _ID_LEN = 24
 _MOST_LINE_BYTES = 64 << 20
-"""Longer than any prompt that a model has room for, with several of them on a line."""
+"""More bytes than any line needs, even with several prompts that are as long as a model has room for."""
 _URLS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line, as it was asked."""
+    """A line of the file of requests, as it was read."""
 
     id: str
     custom_id: str
@@ -56,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True)
 class RequestFile:
-    """The requests of a file in order, looked through once, and read again as they are needed."""
+    """The requests of a file in order: the file is checked once, and its lines are read again as they are needed."""
 
     path: Path
     job: str
@@ -111,7 +110,7 @@ def look_through(path: Path, job: str) -> RequestFile:
 
 
 def parse_line(line: bytes, number: int, path: Path, job: str) -> BatchRequest | None:
-    """None for a line of white space."""
+    """Parse a line of the file of requests; None for a line of white space. SpecDecError if it is not a request."""
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -139,14 +138,18 @@ def _openai_request(row: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
 
 
 def _plain_request(row: dict[str, Any], number: int) -> tuple[Any, Any, Any, Any]:
-    """A request from a plain prompt, without OpenAI's wrapper; without a name it gets its line number."""
+    """A request from a plain prompt, without OpenAI's wrapper. Its `custom_id` is the line number if the
+    row has none.
+    """
     body = {name: value for name, value in row.items() if name != "custom_id"}
     url = next((url for name, url in _URLS.items() if name in body), None)
     return row.get("custom_id", f"line-{number}"), "POST", url or "none", None if url is None else body
 
 
 def _is_writable(text: str) -> bool:
-    """True if UTF-8 can encode it: JSON may contain a lone surrogate."""
+    r"""True if UTF-8 can encode the text. JSON may contain half of a surrogate pair, such as `\ud800`, which it
+    cannot.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -160,7 +163,7 @@ _START = b'{"id":"batch_req_'
 
 @dataclass(frozen=True)
 class _Result:
-    """A line of results, as far as it is looked at."""
+    """The fields of a line of results that are looked at."""
 
     id: str
     custom_id: str
@@ -169,7 +172,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Line:
-    """Position of a result."""
+    """Position of a result in its file."""
 
     path: Path
     start: int
@@ -178,7 +181,9 @@ class _Line:
 
 
 class Results:
-    """Results of the requests at `places`, in the files at `path` and beside it, whose lock is held."""
+    """Results of the requests at `places`: in the file at `path` and in the partial file beside it, whose lock is
+    held.
+    """
 
     def __init__(self, path: Path, partial: Path, file: BinaryIO, places: Sequence[Place]) -> None:
         self.path, self._partial, self._file, self._places = path, partial, file, places
@@ -208,7 +213,7 @@ class Results:
         return [place for place in self._places if place.id not in self._lines]
 
     def append(self, request_id: str, line: bytes, *, is_error: bool) -> None:
-        """Append a result: it survives a kill, and after a second also a power failure."""
+        """Append a result. It survives a kill of the process at once, and a power failure after a second."""
         if request_id in self._lines:
             return
         self._file.write(line + b"\n")
@@ -253,7 +258,7 @@ class Results:
                 file.close()
 
     def _read(self, path: Path) -> int:
-        """Take in the lines of a file, up to a torn one; returns the bytes that are whole."""
+        """Read the lines of a file, up to a torn line; returns the number of bytes before it."""
         start = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -278,7 +283,9 @@ class Results:
 
 @contextmanager
 def open_results(path: Path, places: Sequence[Place]) -> Iterator[Results]:
-    """SpecDecError for results of other requests, or if another process is writing them."""
+    """Open the results of a batch. SpecDecError if the file has results of other requests, or if another process is
+    writing it.
+    """
     partial = path.with_name(f"{path.name}.partial")
     if path.exists() and not path.is_file():
         raise SpecDecError(f"cannot write the file (not a regular file): {path}", hint="choose another path")
@@ -329,7 +336,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def _result_of(line: bytes) -> _Result | None:
-    """The result on a complete line; None for a torn line, or another content."""
+    """The result on a complete line; None for a torn line, or a line with other content."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -341,7 +348,9 @@ def _result_of(line: bytes) -> _Result | None:
 
 
 def _is_torn(line: bytes) -> bool:
-    """True if a line may be the beginning of a result; after a power failure it may be zeros."""
+    """True if a line may be the beginning of a result that was not written to its end. After a power failure it may be
+    zeros.
+    """
     beginning = line.rstrip(b"\0\n")
     return beginning.startswith(_START) or _START.startswith(beginning)
 

@@ -1,7 +1,7 @@
-"""Ray's workers: actors that each open the model once, and answer requests as they are sent.
+"""Ray's workers: actors that each open the model once, and answer the requests that they are sent.
 
-A worker that dies costs the requests that it had; they are asked again, and another worker is begun in its place. Who
-asks, and writes what comes, is one process: so each result is written once, however often it was made.
+If a worker dies, its requests are sent to another worker, and a new worker is started in its place. A single process
+sends all requests and writes all results, so each result is written once, even if two workers made it.
 """
 
 import os
@@ -32,34 +32,34 @@ from runtime.util.errors import SpecDecError
 
 _DEFAULT_NUM_WORKERS = 2
 _MAX_DEATHS = 3
-"""Deaths of workers one after the other, without a result between them, for each worker that there is to be."""
+"""Deaths of workers, for each worker that was asked for, that are tolerated without a result between them."""
 
 
 class Model(Protocol):
-    """Opened in a worker."""
+    """A model that a worker has opened."""
 
     @property
     def window(self) -> int:
-        """Requests that it takes at a time."""
+        """Number of requests that the model takes at a time."""
         ...
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The engine's: workers whose bits differ do not share a work."""
+        """The engine's fingerprint. Workers with different fingerprints do not share a batch."""
         ...
 
     @property
     def failure(self) -> SpecDecError | None:
-        """Why nothing is answered any more, such as a rank that has ended; None while something is."""
+        """The reason why the model no longer answers, such as a rank that has ended; None while it answers."""
         ...
 
     async def answer(self, request: Any) -> Any:
-        """An outcome with a field `worker`, or NotAnswered."""
+        """Answer a request; returns an outcome with the field `worker`, or NotAnswered."""
         ...
 
 
 class Job(Protocol):
-    """Settings with which a worker opens an engine."""
+    """Settings with which a worker opens its engine."""
 
     @property
     def choice(self) -> EngineChoice: ...
@@ -71,13 +71,13 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """Settings of a worker, and where it finds its engine if it cannot see the engine's directory."""
+    """Settings of a worker. If the worker cannot see the engine's directory, they say where it finds the engine."""
 
     job: Job
     checkpoint_dir: Path | None
 
     def everywhere(self) -> "WorkerJob":
-        """Copy with paths that do not depend on the current directory."""
+        """The same settings with absolute paths."""
         choice = self.job.choice
         choice = replace(
             choice,
@@ -108,7 +108,7 @@ class Ended:
 
 
 class Worker:
-    """The actor."""
+    """The Ray actor: opens the model and answers requests."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -116,7 +116,9 @@ class Worker:
         self._name = f"{socket.gethostname()}:{os.getpid()}"
 
     def open(self, work: WorkerJob, wanted: str, build: BuildConfig, directory: str, num_cpus: int) -> Opened:
-        """`wanted` is the model's digest, `directory` where the command was called: drafters may lie there."""
+        """Open the model. `wanted` is the digest that the model must have. `directory` is the directory in which the
+        command was called: Python files of drafters may lie there.
+        """
         if os.path.isdir(directory):
             os.chdir(directory)
         torch.set_num_threads(num_cpus)
@@ -140,7 +142,9 @@ class Worker:
 
 @contextmanager
 def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[Model]:
-    """The model by the engine that is there; without one, or with one of another processor, by one that is built."""
+    """Open the model with the engine that is there. Without an engine, or with an engine for another processor, one is
+    built first.
+    """
     job = work.job
     with ExitStack() as stack:
         if job.choice.model_dir is not None:
@@ -170,7 +174,7 @@ def _open_same(job: Job, engine_dir: Path, wanted: str) -> Iterator[Model]:
 
 @dataclass(frozen=True)
 class _Arrived:
-    """Result of a call for a request, or, without one, of opening the model."""
+    """Result of a call to a worker: the answer of a request, or, if `request_id` is None, the opening of the model."""
 
     member: "_Member"
     request_id: str | None
@@ -179,13 +183,13 @@ class _Arrived:
 
 @dataclass(eq=False)
 class _Member:
-    """A worker, and what it has been sent."""
+    """A worker, and the requests that it has been sent."""
 
     actor: Any
     worker: str = ""
     window: int = 0
     sent: set[str] = field(default_factory=set)
-    """Ids of requests."""
+    """Ids of the requests that the worker has been sent."""
 
     @property
     def num_free(self) -> int:
@@ -193,10 +197,12 @@ class _Member:
 
 
 class RayCrew:
-    """The workers of a cluster, as they come and go."""
+    """The workers of a Ray cluster; workers may join and leave."""
 
     def __init__(self, work: WorkerJob, num_workers: int, num_cpus: int, *, allow_mixed: bool = False) -> None:
-        """`allow_mixed`: engines of workers may give different bits, so that results depend on who made them."""
+        """The workers of `work`. If `allow_mixed` is True, engines of workers may give different bits, so that a result
+        depends on the worker that made it.
+        """
         self._num_workers, self._num_cpus, self._allow_mixed = num_workers, num_cpus, allow_mixed
         self._fingerprint: Fingerprint | None = None
         """Fingerprint of the first worker."""
@@ -214,7 +220,7 @@ class RayCrew:
         return sum(member.num_free for member in self._members)
 
     def wait_until_one_is_open(self) -> None:
-        """SpecDecError if none can open the model."""
+        """Wait for the first worker that has opened the model. SpecDecError if none can open it."""
         while not self.num_free:
             self.receive()
 
@@ -236,11 +242,13 @@ class RayCrew:
         return member
 
     def _expect(self, member: _Member, request_id: str | None, ref: Any) -> None:
-        """Told when it is there: to ask for what is there among all that is not takes longer the more there is."""
+        """Have Ray report when the result of `ref` is there. To ask Ray for any finished result takes longer the more
+        results are awaited.
+        """
         ref.future().add_done_callback(lambda result: self._arrived.put(_Arrived(member, request_id, result)))
 
     def _take(self, arrived: _Arrived) -> list[Any]:
-        """Take the result of one call. Of a worker that died all that it had is lost."""
+        """Take the result of a call to a worker. If the worker died, all requests that it had been sent are lost."""
         member = arrived.member
         if member not in self._members:
             return []
@@ -287,9 +295,8 @@ class RayCrew:
 
 @contextmanager
 def ray_crew(work: WorkerJob, options: ClusterOptions, num_requests: int) -> Iterator[Crew[Any, Any]]:
-    """Workers, of whom one has opened the model; SpecDecError if that cannot be, or the cluster cannot be reached.
-
-    A local cluster ends with the block.
+    """Workers, at least one of which has opened the model. SpecDecError if none can open it, or if the cluster cannot
+    be reached. A local cluster ends with the block.
     """
     num_workers = min(options.num_workers or _DEFAULT_NUM_WORKERS, num_requests)
     assert options.ray is not None
@@ -303,7 +310,7 @@ def ray_crew(work: WorkerJob, options: ClusterOptions, num_requests: int) -> Ite
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to Ray, quietly. It sends no usage reports and prints nothing among results."""
+    """Connect to Ray within the block. Ray sends no usage reports and prints nothing to stdout."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         _connect(address)
@@ -325,12 +332,16 @@ def _connect(address: str) -> None:
 
 
 def _dashboard(address: str) -> bool | None:
-    """Ray takes the choice for a cluster that it starts only."""
+    """Value of Ray's option for its dashboard: False for a cluster that Ray starts; None for others, with which Ray
+    refuses it.
+    """
     return False if address == "local" else None
 
 
 def _equal_share(num_workers: int) -> int:
-    """Equal share of the cluster's cores, at most as many as the smallest machine has."""
+    """Number of cores for each worker: an equal share of the cluster's cores, at most as many as the smallest machine
+    has.
+    """
     cpus = _cpus_of_machines()
     return max(int(min(sum(cpus) / num_workers, min(cpus))), 1)
 

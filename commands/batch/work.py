@@ -1,4 +1,6 @@
-"""Work of `batch` after its flags are checked: the engine, the workers, the results; the JSON document, or a table."""
+"""Work of `batch` after its flags are checked: opens the engine and the workers, writes results, and prints the JSON
+document or a table.
+"""
 
 import dataclasses
 import json
@@ -34,18 +36,18 @@ from runtime.util.files import new_file
 
 @dataclass
 class Report:
-    """Summary of a batch, and of the work of this run."""
+    """Counts of a whole batch, and of the work of this run."""
 
     num_requests: int
     num_done_before: int
     num_failed_before: int
     num_failed: int
-    """Failures among all requests, like `num_requests`."""
+    """Number of failed requests among all requests (`num_requests`), including those from earlier runs."""
     counts: Counts = field(default_factory=Counts)
     opening_s: float = 0.0
     wall_s: float = 0.0
     workers: Counter[str] = field(default_factory=Counter)
-    """Results by the machine and the process that they come from, where there are several."""
+    """Number of results by the machine and process that they come from, if there are several."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -126,7 +128,7 @@ def start_batch(
     cluster: ClusterOptions,
     output: Output,
 ) -> None:
-    """SpecDecError if it cannot be started or resumed; existing results are kept in any case."""
+    """Start or resume a batch. SpecDecError if that is not possible; existing results are kept in any case."""
     speculation = choice.speculation
     check_same_everywhere(speculation)
     if speculation.draft_len_mode is None and speculation.may_draw_by_probs:
@@ -190,7 +192,9 @@ def run_batch(
 
 
 def _write_receipts(results: Path, receipts: Path) -> None:
-    """The receipts in the lines of the results; the file is whole or as it was."""
+    """Put the receipts into the lines of the results. The file is replaced as a whole, so a kill leaves
+    it as it was.
+    """
     with new_file(receipts, replace=True) as written, written.open("wb") as file, results.open("rb") as lines:
         for line in lines:
             for row in rows_in(json.loads(line)):

@@ -43,7 +43,7 @@ MAX_WORKERS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Source and limits of a build. The longest sequence is the model's where None is given."""
+    """Source and limits of a build. Where the longest sequence is None, it is the model's."""
 
     checkpoint_dir: Annotated[Path, option(INPUT, "Checkpoint made by `convert`.")] = Path(USUAL_CHECKPOINT)
     output_dir: Annotated[Path, option(OUTPUT, "Engine directory to write.")] = Path(USUAL_ENGINE)
@@ -126,7 +126,9 @@ class BuildOptions:
     def config(
         self, max_seq_len: int, compiler: Compiler, hidden_states: tuple[int, ...] = (), ids: Sequence[int] = ()
     ) -> BuildConfig:
-        """Build config for prompts and outputs of `max_seq_len` together, to which drafts are added."""
+        """Build config for prompts and outputs of at most `max_seq_len` tokens together, to which the longest draft is
+        added.
+        """
         longest_draft = self.longest_draft
         return BuildConfig(
             compiler=compiler,
@@ -159,11 +161,13 @@ class BuildOptions:
 
     @property
     def heads(self) -> list[HeadConfig]:
-        """The trained head that will draft, if there is one; SpecDecError for what is none."""
+        """The trained head that will draft, if a flag names it; SpecDecError if the directory is not a head."""
         return [] if self.draft_model_dir is None else [read_head(self.draft_model_dir)]
 
     def hidden_states_of(self, checkpoint: CheckpointConfig) -> tuple[int, ...]:
-        """Hidden states that the head reads; SpecDecError if it, or the copy that drafts, does not fit the model."""
+        """Hidden states that the head reads; SpecDecError if the head, or the self-draft copy, does not
+        fit the model.
+        """
         check_self_draft(checkpoint, self.copy)
         heads, config = self.heads, checkpoint.pretrained_config
         for head in heads:
@@ -173,7 +177,7 @@ class BuildOptions:
         return hidden_states
 
     def check(self) -> None:
-        """UsageError for settings of drafts that do not fit together, or blocks of a size that cannot be."""
+        """UsageError for settings of drafts that contradict each other, or a block size that is not allowed."""
         if self.speculative_decoding_mode == "draft_tokens_external" and self.max_draft_len == 0:
             raise UsageError(
                 "`--speculative-decoding-mode draft_tokens_external` needs a draft length: --max-draft-len 0",

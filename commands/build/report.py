@@ -136,7 +136,9 @@ def _described_check(check: LogitsCheck) -> str:
 
 
 def _described_output(config: EngineConfig) -> str:
-    """Such as `32,768 of 151,936 ids in int4, 18.9 MB`: a head's own vocabulary may be another."""
+    """Description of the output layer that drafts, such as `32,768 of 151,936 ids in int4, 18.9 MB`. A head's own
+    vocabulary may differ from the model's.
+    """
     output, own = config.build_config.draft_output, config.vocab_size
     size = output.vocab_size or own
     inner = config.pretrained_config.get("text_config", config.pretrained_config)

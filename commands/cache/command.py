@@ -1,4 +1,6 @@
-"""`specdec list`, `pull`, `rm`, `cache list` and `cache prune`: models, the engines made of them, and their room."""
+"""`specdec list`, `pull`, `rm`, `cache list` and `cache prune`: models, the engines made from them, and the disk space
+they take.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from runtime.util.errors import UsageError
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Keys and values on disk."""
+    """Flags for the keys and values on disk."""
 
     kv_cache_dir: Annotated[
         Path | None,
@@ -49,8 +51,8 @@ class PruneOptions:
 
 @expand_groups
 def list_engines(store: StoreOptions, output: Output) -> None:
-    """Show the engines in the cache: size, time of last use, and whether a process is using the engine; and what keys
-    and values are kept.
+    """Show the engines in the cache: size, time of last use, and whether a process is using the engine. Also show the
+    keys and values that are kept on disk.
     """
     from commands.cache.report import cache_list_document, show_cache, show_store
     from commands.cache.store import kept_in
@@ -67,9 +69,9 @@ def list_engines(store: StoreOptions, output: Output) -> None:
 
 @expand_groups
 def list_models(output: Output) -> None:
-    """Show the models that have engines, and those that were downloaded from the hub: format, size, last use.
+    """Show the models that have engines, and the models that were downloaded from the hub: format, size, last use.
 
-    Engines that were not used for longest go when all take more than SPECDEC_CACHE_SIZE (50G).
+    When all engines together take more than SPECDEC_CACHE_SIZE (50G), the least recently used are removed.
     """
     from commands.cache.models import list_document, models_of, show_models
     from runtime.checkpoint.hub import local_models
@@ -85,10 +87,10 @@ _NAMED = typer.Argument(metavar="MODEL", help="Hub id, such as `OWNER/NAME` or `
 
 @expand_groups
 def pull(model: Annotated[str, _NAMED], output: Output) -> None:
-    """Download a model of the hub, or go on with a download that broke off.
+    """Download a model from the hub, or resume a download that broke off.
 
-    `OWNER/NAME:Q4_K_M` is the GGUF file of this format, with all its parts. `run` and the others download by
-    themselves; this does it before.
+    `OWNER/NAME:Q4_K_M` is the GGUF file of this format, with all its parts. `run` and the other commands download a
+    model when they need it; `pull` does so beforehand.
     """
     from commands.cache.hub import show_pulled
     from runtime.checkpoint.resolve import files_of_model, resolve_model
@@ -101,9 +103,9 @@ def pull(model: Annotated[str, _NAMED], output: Output) -> None:
 def rm(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model as `specdec list` names it.")], output: Output
 ) -> None:
-    """Remove a model: its downloaded files, and the engines that were made of it. Engines in use stay.
+    """Remove a model: its downloaded files, and the engines that were made from it.
 
-    Files that specdec did not download stay too.
+    Engines in use stay. Files that specdec did not download stay too.
     """
     from commands.cache.hub import remove_model
 
@@ -131,7 +133,7 @@ def prune(options: PruneOptions, output: Output) -> None:
     show_pruned(removed, whole - left, left, options.dry_run, output)
     if left > max_bytes:
         num_used = sum(engine not in removed for engine in engines)
-        output.warning(f"{num_used} in use: they take more than `--max-size`, {left:,} bytes")
+        output.warning(f"{num_used} left, because in use; together they take more than `--max-size`: {left:,} bytes")
     output.document(cache_prune_document(removed, left, options.dry_run))
 
 
@@ -145,7 +147,7 @@ def _prune_store(options: PruneOptions, directory: Path, max_bytes: int, output:
 
 
 def parse_size(text: str) -> int:
-    """UsageError for what is no size."""
+    """Number of bytes that a text such as `20G` stands for; UsageError if it is no size."""
     size = size_in_bytes(text)
     if size is None:
         raise UsageError(f"`--max-size` is no size: {text}", hint=f"write {SIZES}")

@@ -22,7 +22,7 @@ _DAMAGED = "damaged"
 
 
 class ModelRecord(Record):
-    """A model in one format, of which there may be several engines, with other limits."""
+    """A model in one format. It may have several engines, with different limits."""
 
     model: str = Field(description="the last part of its path or hub id")
     format: str = Field(description="dtype and quantization, such as `bfloat16, W4A16 weights in groups of 64`")
@@ -68,7 +68,7 @@ class CachedModel:
 
 
 def models_of(engines: Iterable[CachedEngine]) -> list[CachedModel]:
-    """The models of these engines, in the engines' order."""
+    """The models that these engines were made from, in the engines' order."""
     found: dict[tuple[str, str], list[CachedEngine]] = {}
     for engine in engines:
         name = engine.path.name.rpartition("-")[0] or engine.path.name
@@ -84,7 +84,9 @@ def _format_of(engine: CachedEngine) -> str:
 
 
 def described_format(config: EngineConfig) -> str:
-    """Such as `bfloat16`, or `bfloat16, W4A16 weights in groups of 64, activations int8`."""
+    """The model's number formats in words, such as `bfloat16`, or `bfloat16, W4A16 weights in groups of 64, activations
+    int8`.
+    """
     return config.dtype if config.quantization is None else f"{config.dtype}, {described(config.quantization)}"
 
 

@@ -23,7 +23,7 @@ class CachedEngineRecord(Record):
 
 
 class KeptEngineRecord(Record):
-    """Keys and values of an engine."""
+    """The keys and values that are kept on disk for an engine."""
 
     model: str = Field(description="its architecture and dtype")
     num_owners: Count = Field(description="API keys and `cache_salt`s, and requests without")

@@ -1,4 +1,4 @@
-"""Keys and values on disk, as `specdec cache` knows them."""
+"""Work and output of `specdec cache` for the keys and values on disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from runtime.util.errors import SpecDecError
 
 @dataclass(frozen=True)
 class Kept:
-    """Keys and values in a directory."""
+    """The keys and values that a directory holds."""
 
     directory: Path
     num_bytes: int
@@ -20,8 +20,8 @@ class Kept:
 
 
 def kept_in(directory: Path, *, is_named: bool) -> Kept | None:
-    """Content of a directory; None where there is none that was not named. SpecDecError for a named one without any,
-    or for one that cannot be read.
+    """Summary of the keys and values in a directory; None if the directory was not named by the user and has none.
+    SpecDecError for a directory that was named and has none, or that cannot be read.
     """
     if not is_named and not _has_store(directory):
         return None
@@ -30,7 +30,9 @@ def kept_in(directory: Path, *, is_named: bool) -> Kept | None:
 
 
 def prune_store(directory: Path, max_bytes: int, *, is_dry_run: bool) -> tuple[int, int]:
-    """Remove what was used longest ago; returns bytes that were freed, or would be, and that are left."""
+    """Remove the least recently used keys and values, until `max_bytes` are left. Returns the bytes that were removed
+    and the bytes that are left; with `is_dry_run` the same numbers, and nothing is removed.
+    """
     with _opened(directory) as store:
         if is_dry_run:
             freed = max(store.num_bytes - max_bytes, 0)
@@ -39,7 +41,7 @@ def prune_store(directory: Path, max_bytes: int, *, is_dry_run: bool) -> tuple[i
 
 
 def _has_store(directory: Path) -> bool:
-    """True unless there is no file, or an empty one, which a look at it would make a database of."""
+    """True unless the file is missing or empty. Opening an empty file would turn it into a database."""
     path = directory / FILE
     return path.is_file() and path.stat().st_size > 0
 

@@ -60,9 +60,10 @@ def chat(engine: EngineOptions, disk: KVDiskOptions, chat: ChatOptions, generati
     """Talk with a model that was trained for conversations, and watch it speculate.
 
     `/stats` shows the last answer's numbers, `/reset` forgets the conversation, `/quit` leaves; Ctrl-C ends an answer.
-    Earlier messages are not computed again: their keys and values stay in the cache. Without sampling flags, answers
-    are sampled as the model's generation_config.json says, or greedily if it says nothing. An answer ends where the
-    model ends it, or says where it was cut.
+    Earlier messages are not computed again: their keys and values stay in the cache.
+
+    Without sampling flags, answers are sampled as the model's generation_config.json says, or greedily if it says
+    nothing. If an answer is cut before the model ends it, a note says why.
     """
     engine = engine.named()
     generation.common.check()

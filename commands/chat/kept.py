@@ -1,4 +1,4 @@
-"""Conversations that are kept: their messages, beside the keys and values of what was said."""
+"""Conversations that are kept on disk: their messages, beside the keys and values of their tokens."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _NAME = re.compile(r"\w[\w.-]{0,63}")
 
 
 def check_name(name: str) -> None:
-    """UsageError for a name that no conversation can have."""
+    """UsageError for a name that a conversation cannot have."""
     if _NAME.fullmatch(name) is None:
         raise UsageError(
             f"`--continue` has no name of a conversation: {name[:100]}",
@@ -35,7 +35,9 @@ class KeptMessages:
         return self.directory / "chats" / f"{self.name}.json"
 
     def read(self) -> list[dict[str, Any]]:
-        """The messages so far; none of a conversation that begins. SpecDecError for a file that is damaged."""
+        """The messages of the conversation so far, empty for a new conversation. SpecDecError if the file
+        is damaged.
+        """
         if not self._path.exists():
             return []
         hint = "remove it, or begin another: `--continue NAME`"

@@ -1,4 +1,6 @@
-"""Functions of the user's own that a model may call in a conversation: one Python file, asked for before each call."""
+"""The user's own functions that a model may call in a conversation, from a Python file. The user is asked before each
+call.
+"""
 
 import asyncio
 import importlib.util
@@ -14,7 +16,7 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular
 
 _MOST_RESULT = 1 << 16
-"""Characters of what a function gives."""
+"""Number of characters of a function's result that the model gets."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Toolbox:
         return tuple(Tool(one["name"], one["parameters"]) for one in described)
 
     def call(self, name: str, arguments: str) -> str:
-        """Text of what a function gives, or of why it gives nothing: the model is told either."""
+        """Call a function; returns its result as text, or the text of its error. The model gets either."""
         function = self.functions.get(name)
         if function is None:
             return f"error: there is no function {name}"
@@ -46,7 +48,7 @@ class Toolbox:
 
 
 def open_toolbox(path: Path) -> Toolbox:
-    """Run a Python file and take its functions; SpecDecError if it fails or one of them is not described."""
+    """Run a Python file and take its functions; SpecDecError if the file fails or a function lacks a description."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     check_regular(path)

@@ -38,7 +38,7 @@ HELP = "/stats: the last answer's numbers; /reset: forget the conversation; /qui
 
 @dataclass
 class Conversation:
-    """The messages so far. K/V of what was said stays in the engine's cache, where the next turn finds it."""
+    """The messages so far. The K/V of earlier messages stay in the engine's cache, where the next turn finds them."""
 
     setup: Setup
     output: Output
@@ -56,7 +56,9 @@ class Conversation:
 
     @cached_property
     def _form(self) -> OutputForm:
-        """Form by which answers are read; SpecDecError for tools that the model cannot be told of."""
+        """The form of the model's tool calls, by which answers are parsed; SpecDecError if the model's chat template
+        cannot describe tools.
+        """
         llm = self.setup.llm
         assert llm.tokenizer is not None
         template = llm.chat_template
@@ -80,7 +82,7 @@ class Conversation:
         return template.encode(with_tools_as_text(self.messages, documents, self._form.calls))
 
     def _grammar(self, request: Request) -> CompiledGrammar | None:
-        """Grammar of the calls, where the output has no other."""
+        """Grammar that holds tool calls to their form, unless the output has another grammar."""
         if self.toolbox is None or self._form.calls is None or request.grammar is not None:
             return request.grammar
         grammars = self.setup.llm.grammars
@@ -91,7 +93,7 @@ class Conversation:
         return None if text is None else grammars.compiled(Grammar("lark", text))
 
     def check_tools(self) -> None:
-        """SpecDecError for tools that the model cannot be told of."""
+        """SpecDecError if there are tools and the model's chat template cannot describe tools."""
         self._form  # noqa: B018  # which finds it out
 
     def reset(self) -> None:
@@ -99,8 +101,8 @@ class Conversation:
         self.last = None
 
     def go_on(self, kept: KeptMessages) -> None:
-        """Go on with a kept conversation: its messages come first, and later messages are kept with them. UsageError
-        if `--system` is another system message than the conversation began with.
+        """Continue a kept conversation: its messages come first, and later messages are added to its file. UsageError
+        if `--system` differs from the system message that the conversation began with.
         """
         messages = kept.read()
         self.kept = kept
@@ -117,7 +119,9 @@ class Conversation:
         note(f"goes on with `{kept.name}`, {len(said)} messages; /reset begins anew")
 
     def hear(self, line: str) -> bool:
-        """A line of the user's: a command, or something to answer. False to leave."""
+        """Take a line that the user typed: a command such as `/reset`, or a message to answer. Returns False for
+        `/quit`.
+        """
         match line.strip():
             case "":
                 pass
@@ -136,7 +140,7 @@ class Conversation:
         return True
 
     def _answer(self, line: str) -> None:
-        """Stream an answer and remember it; what cannot be answered is said, and forgotten."""
+        """Stream an answer and remember it. If the message cannot be answered, say why and forget the message."""
         num_before = len(self.messages)
         self.messages.append({"role": "user", "content": line})
         try:
@@ -196,7 +200,7 @@ class Conversation:
         return replace(request, max_new_tokens=min(request.max_new_tokens, build.max_request_len - len(prompt)))
 
     def _said(self, request: Request) -> list[Said]:
-        """Parts of the answer, printed as they come; Ctrl-C ends it."""
+        """Print the answer as it comes; returns its parts. Ctrl-C ends the answer."""
         self.setup.session.check_requests([request])
         self.last, parts = None, list[Said]()
         try:
@@ -218,7 +222,7 @@ class Conversation:
         return self.last is not None and self.last.finish_reason == "length"
 
     def _why_cut(self) -> str:
-        """Reason why an answer ended before its own end."""
+        """Reason why an answer was cut before the model ended it."""
         asked, build = self.setup.params.max_tokens, self.setup.llm.bundle.config.build_config
         if asked is not None and self.last is not None and len(self.last.output_tokens) >= asked:
             return f"the answer was cut at the {asked} tokens of `--max-output-len`"
@@ -297,7 +301,9 @@ def _box(name: str, arguments: str) -> Panel:
 
 
 def is_allowed() -> bool:
-    """True if the user allows the call: `y` or `yes`, on its own line if input is not a terminal."""
+    """Ask whether a call may run. True for `y` or `yes`; the answer is shown on a line of its own if input is not a
+    terminal.
+    """
     if sys.stdin.isatty() and sys.stdout.isatty():
         try:
             return typer.confirm("call it?", default=False)
@@ -307,7 +313,7 @@ def is_allowed() -> bool:
 
 
 class _MarkedStream:
-    """The growing answer with its tokens marked, without what may still change."""
+    """The growing answer with its tokens marked, up to the part that further tokens may still change."""
 
     def __init__(self, setup: Setup, mark: Mark) -> None:
         self._setup, self._mark, self._num_shown = setup, mark, 0

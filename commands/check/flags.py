@@ -52,7 +52,9 @@ class CheckOptions:
     report: Report = None
 
     def without_model(self, target: TargetOptions) -> "tuple[CheckOptions, TargetOptions]":
-        """The files alone, and the target with the model that stands among them. UsageError for a model alone."""
+        """The paths of receipts without the model, and the target with the model that may be among the paths.
+        UsageError if there is a model and no receipts.
+        """
         given = {"model_dir": target.model_dir, "engine_dir": target.engine_dir}
         has_flag = any(value is not None and not is_setting(name) for name, value in given.items())
         model, files = model_among(list(map(str, self.receipts)), has_flag=has_flag)

@@ -1,4 +1,4 @@
-"""Work of `check`: reads receipts, checks them in groups, and shows what was found."""
+"""Work of `check`: reads receipts, checks them in groups, and shows the findings."""
 
 import time
 from collections import Counter
@@ -50,10 +50,10 @@ _RULES: dict[Rule, str] = {"tokens": "by tokens", "rounding": "within rounding",
 
 @dataclass
 class Checked:
-    """Counts of a check, and the answers to name."""
+    """Counts of a check, and the answers that are wrong or could not be checked."""
 
     fingerprint: Fingerprint
-    """This engine's."""
+    """Fingerprint of this engine."""
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     relations: Counter[Relation] = field(default_factory=Counter)
     rules: Counter[Rule] = field(default_factory=Counter)
@@ -61,10 +61,10 @@ class Checked:
     wall_s: float = 0.0
     findings: list[Finding] = field(default_factory=list)
     shown: list[tuple[Finding, Receipt | None]] = field(default_factory=list)
-    """The first findings, with their receipts."""
+    """The first findings that are shown, with their receipts."""
     num_left_out: int = 0
     differences: dict[Relation, list[str]] = field(default_factory=dict)
-    """Differences from this engine, by relation: those of the first receipt that has any."""
+    """Differences between this engine and the engine of the first receipt that has any, by relation."""
 
     def add(self, finding: Finding, read: Read) -> None:
         self.verdicts[finding.verdict] += 1
@@ -94,7 +94,7 @@ class Checked:
 
 
 def check_receipts(options: CheckOptions, choice: EngineChoice, output: Output) -> None:
-    """Check, show and write; exit 1 unless all answers pass."""
+    """Check receipts, print and write the findings; exits with 1 unless all answers pass."""
     with engines_made(choice, output) as made, open_engine(made) as llm:
         checked = _check(llm, options, output)
         document = _document(llm, options, checked)
@@ -137,7 +137,7 @@ def _advance(advance: Advance, checked: Checked) -> None:
 
 
 def _answers(path: Path, llm: LLM) -> Answers:
-    """Ids by their digests."""
+    """Token ids of answers by their digests, from a file."""
     traces = read_traces(path, llm.tokenizer, llm.bundle.config.vocab_size)
     return {
         (ids_digest(one.prompt_tokens), ids_digest(one.output_tokens)): (one.prompt_tokens, one.output_tokens)
@@ -219,7 +219,7 @@ _DEFINITIONS = {
 
 
 def check_page(document: CheckDocument, shown: list[tuple[Finding, Receipt | None]], llm: LLM) -> str:
-    """A page in which each wrong answer is seen with its first wrong token."""
+    """An HTML page that shows each wrong answer with its first wrong token."""
     data = document.as_json()
     verdict = "all answers pass" if document.passed else "not all answers pass"
     return page(
@@ -237,7 +237,7 @@ def check_page(document: CheckDocument, shown: list[tuple[Finding, Receipt | Non
 
 
 def _texts(finding: Finding, receipt: Receipt | None, llm: LLM) -> dict[str, Any] | None:
-    """The prompt, and the answer before, at and after its first wrong token."""
+    """The prompt, and the answer in three parts: before, at and after its first wrong token."""
     if receipt is None or receipt.prompt_ids is None or receipt.output_ids is None or finding.place is None:
         return None
     vocab_size = llm.bundle.config.vocab_size

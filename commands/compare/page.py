@@ -7,7 +7,7 @@ from commands.compare.report import CompareDocument, notes, shown_setting, shown
 from commands.output.html.page import Bars, made, page
 
 _DECISIVE = ("output_tokens_per_second", "tpot_s", "ttft_s", "latency_s", "speedup", "tokens_per_step")
-"""Metrics that the page begins with, as far as the documents have them."""
+"""Metrics that the page begins with, if the documents have them."""
 _DEFINITIONS = {
     "different": "the interval of the ratio does not contain 1, and is not what the control changed by",
     "within the noise": "the requests of both vary as much as A and B differ; more requests show smaller differences",
@@ -46,7 +46,7 @@ def _different(document: CompareDocument) -> list[str]:
 
 
 def _finding(document: CompareDocument) -> str:
-    """The ratio of B to A, of the metrics that decide."""
+    """The first sentence of the page: the ratio of B to A for the decisive metrics."""
     if different := _different(document):
         return f"in B {', '.join(different)}"
     verdicts = {document.metrics[name].verdict for name in _DECISIVE if name in document.metrics}

@@ -1,4 +1,4 @@
-"""The JSON document of `specdec compare`, those that it compares, read again, and its tables."""
+"""The JSON document of `specdec compare`, its tables, and the reading of the two documents that it compares."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class DifferentSetting(Record):
 
 
 class ComparedRequests(Record):
-    """Overlap of the requests."""
+    """Numbers of requests in each document, of common prompts, and of identical outputs."""
 
     num_a: Count
     num_b: Count
@@ -139,8 +139,8 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def _said(error: ErrorDetails, data: Any) -> str:
-    """The place of an error, the value there, and what is wrong with it, without the type names that pydantic puts
-    among the keys.
+    """A validation error in words: the key and the value there, and what is wrong with it. pydantic's type names, which
+    stand among the keys, are left out.
     """
     place, message = "$", error["msg"].removeprefix("Input ").removeprefix("Value ").removeprefix("error, ")
     if not error["loc"]:
@@ -178,7 +178,7 @@ def _settings_table(settings: list[DifferentSetting]) -> Table:
 
 
 def shown_setting(value: object) -> str:
-    """A value of a document; of an object what it says in words: `quant_algo W4A16, group_size 64`."""
+    """A setting's value in words; an object becomes its keys and values: `quant_algo W4A16, group_size 64`."""
     if value is None:
         return "-"
     if isinstance(value, dict):
@@ -227,7 +227,7 @@ def shown_values(metric: ComparedMetric) -> list[str]:
 
 
 def _form(unit: str, values: list[float]) -> Callable[[float], str]:
-    """Format for values of this unit and size."""
+    """Number format for values of this unit and size."""
     match unit:
         case "share":
             return percent

@@ -32,7 +32,7 @@ class ConfigShowDocument(Head):
 
 
 def settings_of_one(context: Any, name: str) -> list[SettingRecord]:
-    """All flags of a command, with their values or defaults. UsageError for a command that there is not."""
+    """All flags of a command, with their values or defaults. UsageError if there is no such command."""
     commands = commands_of(context)
     known = word_among(name, commands)
     if known is None:
@@ -65,7 +65,7 @@ def _settings(parent: Any, name: str, command: Any, *, with_defaults: bool) -> l
 
 
 def _record(param: Any, value: Any, held: Held | None) -> SettingRecord:
-    """A flag with its value; the default in the words of `--help-all`."""
+    """A flag with its value; a default is written as in `--help-all`."""
     if held is None:
         shown = param.show_default if isinstance(param.show_default, str) else _shown(value)
     else:
@@ -82,7 +82,7 @@ def _shown(value: Any) -> str:
 
 
 def _variables() -> list[SettingRecord]:
-    """Variables that are no flag's."""
+    """Variables of specdec that set no flag."""
     given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     return [SettingRecord(name=name, value=value, origin="the variable itself") for name, value in given.items()]
 

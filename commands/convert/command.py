@@ -30,7 +30,7 @@ from runtime.util.files import check_output_directory, check_output_is_not_input
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Source and format of a conversion. `pp_size` is TensorRT-LLM's, and refused."""
+    """Source and format of a conversion. `pp_size` is a flag of TensorRT-LLM's, and refused."""
 
     model: Annotated[
         str | None,
@@ -90,7 +90,7 @@ class ConvertOptions:
         return source
 
     def check(self) -> None:
-        """UsageError for what says the same twice, or nothing."""
+        """UsageError for two flags that say the same, or for a flag without effect."""
         if self.pp_size != 1:
             raise UsageError(
                 f"layers are not spread over devices one after another: --pp-size {self.pp_size}",
@@ -114,7 +114,7 @@ class ConvertOptions:
             )
 
     def _check_unquantized(self) -> None:
-        """UsageError for a setting of quantization where nothing is quantized."""
+        """UsageError for a setting of quantization if nothing is quantized."""
         flags = {
             "--group-size": self.group_size is not None,
             "--quantize-lm-head": self.quantize_lm_head,
@@ -147,7 +147,7 @@ _GROUP_SIZES = (32, 64, 128, -1)
 
 @expand_groups
 def convert(options: ConvertOptions, output: Output) -> None:
-    """Convert a Hugging Face model into a checkpoint: config.json, and one rankN.safetensors per device.
+    """Convert a Hugging Face model into a checkpoint: config.json, and a file rankN.safetensors for each device.
 
     Weights are copied tensor by tensor, so the model may be larger than memory.
     """

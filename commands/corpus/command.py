@@ -40,7 +40,7 @@ class CorpusInputs:
     ] = None
 
     def paths(self) -> list[Path]:
-        """Traces and texts. UsageError for none, or for a kind of text that is not known."""
+        """Paths of traces and texts. UsageError if there are none, or for a suffix that is not known."""
         paths = [*(self.traces or []), *(self.text or [])]
         if not paths:
             raise UsageError(
@@ -61,7 +61,9 @@ class CorpusFile:
     force: Annotated[bool, option(OUTPUT, "Replace the output file if it is a corpus.", "--force")] = False
 
     def check(self, inputs: list[Path]) -> None:
-        """SpecDecError unless the file can be written, and is new or, with `--force`, a corpus."""
+        """SpecDecError unless the file can be written. An existing file is overwritten only with `--force`, and only if
+        it is a corpus.
+        """
         from runtime.text.corpus import is_corpus
 
         path = self.output_file
@@ -81,7 +83,7 @@ class CorpusFile:
 def create(inputs: CorpusInputs, corpus_file: CorpusFile, output: Output) -> None:
     """Make a corpus from texts, or from a model's earlier answers.
 
-    With `--ngram-corpus` other commands draft from it.
+    Other commands draft from it with `--ngram-corpus`.
     """
     paths = inputs.paths()
     corpus_file.check(paths)

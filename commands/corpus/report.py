@@ -45,7 +45,7 @@ def ngram_record(counts: NgramCounts) -> NgramRecord:
 
 
 def corpus_document(corpus: Corpus, ngrams: list[NgramRecord] | None = None) -> dict[str, Any]:
-    """`ngrams` are those of `stats`."""
+    """The document for a corpus. `ngrams` are the counts that `stats` adds."""
     info = corpus.info
     document = CorpusDocument(
         corpus=str(corpus.path),

@@ -1,1 +1,1 @@
-"""`specdec doctor`: measures what limits the speed, and names a remedy for each finding."""
+"""`specdec doctor`: measures the causes of slowness, and names a remedy for each finding."""

@@ -11,11 +11,11 @@ from runtime.util.errors import UsageError
 
 @expand_groups
 def doctor(engine: EngineOptions, inputs: DoctorInputs, options: DoctorOptions, output: Output) -> None:
-    """Look for what makes an engine slow or speculation useless, and say what to do about it.
+    """Look for causes that make an engine slow or speculation useless, and say what to do about each.
 
-    Answers a few prompts without the drafter, with it, and without it again. Compares step times with the build's.
-    Checks the draft model, the K/V cache, the weights and the machine. Exits with 1 if it finds a fault. Decoding is
-    greedy.
+    Answers a few prompts without the drafter, with it, and without it again. Compares step times with the times
+    measured at the build. Checks the draft model, the K/V cache, the weights and the machine. Exits with 1 if it finds
+    a fault. Decoding is greedy.
     """
     has_prompts = bool(inputs.input_text) or inputs.input_file is not None
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if has_prompts else None

@@ -22,7 +22,7 @@ class DoctorSettings(Record):
 
 
 class Diagnosis(Record):
-    """A number beside its limit."""
+    """A measured number, and the limit beyond which it is a fault."""
 
     name: str
     status: Literal["ok", "found", "not_judged"] = Field(
@@ -43,7 +43,7 @@ class OfferRecord(Record):
 
 
 class StepRecord(Record):
-    """A step of the target, and why its draft was as long as it was."""
+    """A step of the target, and the reason for the length of its draft."""
 
     context_len: Count = Field(description="tokens before the step")
     offers: list[OfferRecord]
@@ -61,14 +61,14 @@ class StepRecord(Record):
 
 
 class ExplanationRecord(Record):
-    """The steps of one request, and the counts of its answer, which they add up to."""
+    """The steps of a request, and the counts of its answer, which are the sums over the steps."""
 
     steps: list[StepRecord]
     total: Counts
 
 
 class TimedStep(Record):
-    """A step's time when the engine was built, and the fastest of many now."""
+    """A step's time when the engine was built, and its time now: the fastest of many runs."""
 
     batch_size: Size
     num_tokens: Size = Field(description="of each row")

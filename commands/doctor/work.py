@@ -1,4 +1,6 @@
-"""Work of `doctor`: prompts that fit, observations, diagnoses, and an exit code; every finding with its remedy."""
+"""Work of `doctor`: chooses prompts that fit the engine, observes and diagnoses it, and returns an exit code. Every
+finding has a remedy.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,7 +101,7 @@ def _diagnosis(name: str, judgement: Judgement | None) -> Diagnosis:
 
 
 def show(judgements: Mapping[str, Judgement | None], output: Output, *, has_drafter: bool) -> None:
-    """Show what was looked at, and each finding with its remedy; without a drafter nothing is said about one."""
+    """Show each check, and each finding with its remedy. Checks of the drafter are left out if there is no drafter."""
     of_drafters = set() if has_drafter else {one.__name__ for one in OF_DRAFTERS}
     found = [name for name, judgement in judgements.items() if judgement and judgement.is_fault]
     for judgement in judgements.values():
@@ -182,7 +184,7 @@ REMEDIES: dict[str, str | Advice] = {
 
 
 def remedy_of(name: str) -> str:
-    """The remedy of a finding, for who named a model or an engine."""
+    """The remedy of a finding: a user who named a model gets other advice than a user who named an engine."""
     return advice_at_hand(REMEDIES[name])
 
 
@@ -193,7 +195,7 @@ _NUM_PROMPTS = 4
 def _opened(
     choice: EngineChoice, input_file: Path | None, prompts: list[Prompt] | None
 ) -> Iterator[tuple[LLM, Speculation, list[Request]]]:
-    """The engine, how it drafts, and the requests: the shipped articles' where no prompts are given."""
+    """The engine, its drafter, and the requests, which are made from the shipped articles if no prompts are given."""
     bundle, speculation = choice.bundle or read_bundle(choice.engine_dir), choice.speculation
     is_auto = choice.mode == "leader" and bundle.has_costs
     speculation = speculation.in_mode(speculation.draft_len_mode or speculation.default_mode(is_leader=is_auto))
@@ -212,7 +214,7 @@ def diagnose(
     report: Path | None,
     output: Output,
 ) -> None:
-    """Measure, judge and show; exit 1 if there is a finding."""
+    """Measure, judge and show; exits with 1 if there is a finding."""
     with _opened(choice, input_file, prompts) as (llm, speculation, requests), output.phases() as phase:
         pair = examine_draft_model(llm, speculation)
         observed = measure(llm, speculation, _expected(choice.profile), pair, requests, phase)
@@ -233,7 +235,7 @@ def explain_steps(
     prompts: list[Prompt] | None,
     output: Output,
 ) -> None:
-    """Answer the first prompt, and show why each step's draft was as long as it was."""
+    """Answer the first prompt, and show the reason for the length of each step's draft."""
     if not choice.speculation:
         raise UsageError("there is no drafter whose steps could be explained", hint="name one: `--drafters ngram`")
     with _opened(choice, input_file, prompts) as (llm, speculation, requests):
@@ -244,7 +246,7 @@ def explain_steps(
 
 
 def show_steps(explanation: Explanation, output: Output) -> None:
-    """A line for each step, and the sums."""
+    """Print a line for each step, and the sums."""
     for number, step in enumerate(explanation.steps, 1):
         offers = ", ".join(f"{one.drafter} {one.num_tokens}" for one in step.offers) or "no offer"
         promise = "" if step.promised is None else f", promises {step.promised:.2f}"

@@ -14,10 +14,12 @@ from runtime.util.errors import UsageError
 
 @expand_groups
 def drafters(inputs: DraftersInputs, options: DraftersOptions, output: Output) -> None:
-    """Find the drafter that fits a model: of each its tokens a step, its price on this machine, the command to type.
+    """Find the drafter that fits a model: for each, its tokens a step, its cost on this machine, and the command to
+    type.
 
     Tries lookups, the model's own MTP head, its own copy with `--self-draft`, and draft models and heads that lie
-    beside it, on a sample of requests. Lists drafters that were published for its family; nothing is downloaded.
+    beside it, on a sample of requests. Lists drafters that were published for the model's family; nothing is
+    downloaded.
     """
     inputs = inputs.with_model()
     model = inputs.model_dir or ""

@@ -27,7 +27,9 @@ class DraftersInputs:
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
 
     def with_model(self) -> "DraftersInputs":
-        """The same with the model as `model_dir`. UsageError for none, for two, or for two samples."""
+        """The same inputs with the model as `model_dir`. UsageError for no model, for two models, or for
+        two samples.
+        """
         if self.named is not None and self.model_dir is not None:
             raise UsageError(
                 f"two models are given: `{self.named}`, and by `--model-dir` {self.model_dir}", hint="leave one out"

@@ -1,4 +1,4 @@
-"""Work of `drafters`: tries what drafts for a model on a sample of requests, and shows what each promises."""
+"""Work of `drafters`: tries every drafter for a model on a sample of requests, and shows what each promises."""
 
 import shlex
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Found:
 def show_drafters(
     inputs: DraftersInputs, options: DraftersOptions, prompts: list[Prompt] | None, output: Output
 ) -> None:
-    """Try everything, and show it."""
+    """Try every drafter, and show the results."""
     model = inputs.model_dir or ""
     own = head_drafter(model)
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ def show_drafters(
 def _open(
     stack: ExitStack, inputs: DraftersInputs, drafters: Sequence[DrafterSpec], output: Output
 ) -> tuple[LLM, tuple[DrafterSpec, ...]]:
-    """The model's engine, made for these drafters, and the drafters with engines of their own."""
+    """Open the model's engine, built for these drafters, and the engines of the drafters that have their own."""
     models = ModelOptions(inputs.model_dir, inputs.engines)
     choice = EngineChoice(speculation=Speculation(tuple(drafters)), mode="leader", models=models)
     made = stack.enter_context(engines_made(choice.checked(cuts_drafts=True), output))
@@ -93,7 +93,7 @@ def _open(
 def _answered(
     llm: LLM, inputs: DraftersInputs, options: DraftersOptions, prompts: list[Prompt] | None, output: Output
 ) -> Answered:
-    """The sample's requests that fit the engine, and the model's answers."""
+    """The sample's requests that fit the engine, and the model's answers to them."""
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)
     template, build = llm.request_of(params), llm.engine.config.build_config
     room = min(build.max_input_len, build.max_request_len - options.max_output_len)
@@ -134,7 +134,9 @@ def _try(found: Found, llm: LLM, drafter: DrafterSpec, flags: str, output: Outpu
 
 
 def _leave_out_copy(found: Found, model: str, llm: LLM) -> None:
-    """The copy is not made unasked: it takes a build, and memory."""
+    """List the self-draft copy as not tried: it is tried only if a flag asks for it, since it takes a build, and
+    memory.
+    """
     config = llm.engine.config
     reason = "it takes a build: the same command with `--self-draft int4` tries it"
     command = f"specdec drafters {shlex.quote(model)} --self-draft {_COPY}"
@@ -145,7 +147,7 @@ def _leave_out_copy(found: Found, model: str, llm: LLM) -> None:
 
 @dataclass(frozen=True)
 class _Timed:
-    """Seconds after the prompts, with the drafter and without one, in turn on the same engine."""
+    """Seconds after the context phase, with the drafter and without, measured in turn on the same engine."""
 
     seconds: float
     without: float
@@ -156,7 +158,7 @@ class _Timed:
 
 
 def _measured(found: Found, options: DraftersOptions, output: Output) -> dict[int, _Timed]:
-    """The candidates' times by their numbers; empty unless that is asked for."""
+    """Measured times of the candidates, by the candidates' numbers; empty unless a flag asks for measurements."""
     if not options.measure:
         return {}
     timed: dict[int, _Timed] = {}

@@ -8,10 +8,10 @@ from commands.output.output import Output, check_readable
 
 @expand_groups
 def fingerprint(options: FingerprintOptions, target: TargetOptions, output: Output) -> None:
-    """Print a digest of an engine's logits after fixed tokens, and what these bits depend on.
+    """Print a digest of an engine's logits after fixed tokens, and list the facts that these bits depend on.
 
-    Engines with the same digest give the same bits, on whatever machine: then their receipts can be checked exactly,
-    and workers of a cluster can share a batch.
+    Engines with the same digest give the same bits, on whatever machine. So their receipts can be checked exactly, and
+    workers of a cluster can share a batch.
     """
     if options.expect is not None:
         check_readable([options.expect])

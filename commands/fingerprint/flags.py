@@ -10,7 +10,7 @@ from commands.output.help import INPUT, option
 
 @dataclass(frozen=True)
 class FingerprintOptions:
-    """Engine, and the fingerprint to compare with."""
+    """The engine, and a fingerprint to compare it with."""
 
     model: ModelWord = None
     expect: Annotated[

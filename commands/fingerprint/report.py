@@ -25,7 +25,9 @@ class FingerprintDocument(Head):
 
 
 def print_fingerprint(options: FingerprintOptions, choice: EngineChoice, output: Output) -> None:
-    """Open the engine, print its fingerprint, and compare; exit 1 if the bits are not what was expected."""
+    """Open the engine, print its fingerprint, and compare; exits with 1 if the bits differ from the expected
+    fingerprint.
+    """
     from commands.options.sessions import engines_made, open_engine
     from runtime.proof.fingerprint import read_fingerprint
 

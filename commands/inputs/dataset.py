@@ -1,9 +1,8 @@
 """The samples of `specdec summarize`: shipped, from the Hugging Face hub, or from the user's files.
 
-The tasks (but `question`), the hub datasets and the shuffle are those of TensorRT-LLM's `examples/summarize.py`. Two
-invariants: a sample returned has a text and (but for questions, to which there may be none) a reference, and a row
-without them is an error, never left out; and a local file is read as it is now, because nothing derived from it is kept
-on disk.
+The tasks (but `question`), the hub datasets and the shuffle are as in TensorRT-LLM's `examples/summarize.py`. Two
+invariants. Every sample has a text and, unless it is a question, a reference: a row that lacks either is an error, and
+is never left out. A local file is read as it is now, because nothing derived from it is kept on disk.
 """
 
 import csv
@@ -39,7 +38,7 @@ _HUB_CONFIGS = {
     "nvidia/SPEED-Bench": "qualitative",
 }
 _NOT_FETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-"""Stands in SPEED-Bench for texts that others own."""
+"""Mark that SPEED-Bench puts in place of texts that it may not contain."""
 _HUB_ALIASES = {"openai_humaneval": "openai/openai_humaneval"}  # the id TensorRT-LLM uses
 _SPLIT = "test"
 
@@ -60,9 +59,8 @@ _FILE_KINDS = (".csv", ".json", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of a dataset. `text` is the row's own: `summarization_prompt` makes an article a prompt.
-
-    Only a question may be without a reference.
+    """A row of a dataset. `text` is the row's own text, such as an article; `summarization_prompt` makes a prompt from
+    it. Only a question may lack a reference.
     """
 
     id: str
@@ -70,12 +68,12 @@ class Sample:
     text: str
     reference: str | None
     where: str = field(default="", compare=False)
-    """Its row, or line, and the dataset's name."""
+    """The row's number, or its line, and the dataset's name."""
 
 
 @dataclass(frozen=True)
 class _Table:
-    """`lines` has where each row stands, for a file of lines."""
+    """A dataset's rows. For a file of lines, `lines` has each row's line number."""
 
     columns: Sequence[str]
     rows: Sequence[Mapping[str, object]]
@@ -87,7 +85,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a row's text and reference; None for the names that datasets usually have."""
+    """Names of the columns with text and reference; None for the names that datasets usually have."""
 
     text: str | None = None
     reference: str | None = None
@@ -141,7 +139,7 @@ def load_samples(
 
 
 def summarization_prompt(text: str) -> str:
-    """The prompt TensorRT-LLM's `examples/summarize.py` makes of an article (GPT-2's "TL;DR:")."""
+    """The prompt that TensorRT-LLM's `examples/summarize.py` makes from an article (GPT-2's "TL;DR:")."""
     return (text + " TL;DR: ").strip().replace(" n't", "n't")
 
 
@@ -267,7 +265,9 @@ def _read_parquet(path: Path) -> _Table:
 
 
 def _check_parquet(path: Path) -> None:
-    """SpecDecError unless the file begins and ends as the format says: `datasets` says less, and takes a second."""
+    """SpecDecError unless the file begins and ends as Parquet's format says. `datasets` gives a vaguer error, and takes
+    a second.
+    """
     try:
         with path.open("rb") as file:
             start = file.read(4)
@@ -282,7 +282,9 @@ def _check_parquet(path: Path) -> None:
 
 
 def _read_directory(directory: Path, name: str) -> _Table:
-    """A directory of data files (a copy of a hub dataset's repository is one), or one of `save_to_disk`."""
+    """Read a directory of data files (such as a copy of a hub dataset's repository), or a directory that `save_to_disk`
+    wrote.
+    """
     if not os.path.isdir(directory):
         raise SpecDecError(f"no such dataset directory: {directory}", hint="check `--dataset-dir`")
     for file in directory.rglob("*"):
@@ -349,26 +351,28 @@ def _datasets() -> ModuleType:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what an error of `datasets` says; the error it wraps says more than it."""
+    """The first line of an error of `datasets`. If it wraps another error, the line is of the wrapped error, which says
+    more.
+    """
     cause = error.__cause__ or error
     lines = str(cause).strip().splitlines()
     return lines[0] if lines else type(cause).__name__
 
 
 def _column(table: _Table, asked: str | None, usual: tuple[str, ...], role: str, name: str) -> str:
-    """The column that is asked for, or the first of the usual ones that is there."""
+    """The column that the user named, or the first of the usual names that the table has."""
     for column in usual if asked is None else (asked,):
         if column in table.columns:
             return column
     found = ", ".join(f"`{column}`" for column in table.columns)
     wanted = f"no {role} column" if asked is None else f"no column `{asked}`"
     names = " or ".join(f"`{column}`" for column in usual)
-    hint = f"`--{role}-column` says which it is; without it {names}"
+    hint = f"name it with `--{role}-column`; without the flag it is {names}"
     raise SpecDecError(f"{wanted}, the columns are {found}: {name}", hint=hint)
 
 
 def _shuffled(num_rows: int, seed: int) -> Sequence[int]:
-    """Row indices in the order of `datasets.Dataset.shuffle(seed)`, which is this permutation."""
+    """Row indices in the order of `datasets.Dataset.shuffle(seed)`, which uses this permutation."""
     import numpy as np
 
     order: list[int] = np.random.default_rng(seed).permutation(num_rows).tolist()
@@ -404,9 +408,8 @@ def _sample(
 
 
 def first_turn(value: object, where: str) -> object:
-    """The first of a list of turns, or what the first of a list of messages says if a user says it.
-
-    SpecDecError, with `where` the row is, for SPEED-Bench's mark of a text that it may not contain.
+    """The first of a list of turns, or the content of the first message, if its role is the user's. SpecDecError, which
+    names the row `where`, for SPEED-Bench's mark of a text that it may not contain.
     """
     first = _first(value)
     if isinstance(first, dict):
@@ -420,7 +423,9 @@ def first_turn(value: object, where: str) -> object:
 
 
 def _first(value: object) -> object:
-    """The first of a list, which may be empty or hold lists (answers that are as good); anything else is itself."""
+    """The first element of a list; None if it is empty. An element that is a list (of equally good answers) gives its
+    first. Any other value is returned as it is.
+    """
     while isinstance(value, list):
         value = value[0] if value else None
     return value

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: exactly one of text, ids and messages is set, and none is ever empty."""
+    """A prompt: exactly one of text, ids and messages is set, and none is ever empty."""
 
     text: str | None
     ids: tuple[int, ...] | None
@@ -36,12 +36,14 @@ class Prompt:
 
     @property
     def content(self) -> str | tuple[int, ...]:
-        """Content to encode, unless it is a conversation."""
+        """The text or token ids to encode; None for a conversation."""
         assert self.text is not None or self.ids is not None
         return self.text if self.text is not None else self.ids or ()
 
     def content_by(self, llm: "LLM") -> str | Sequence[int]:
-        """Text or token ids to encode; of a conversation the token ids that the model's chat template makes."""
+        """Text or token ids to encode. For a conversation these are the token ids that the model's chat template
+        gives.
+        """
         return self.content if self.messages is None else llm.chat_template.encode(self.messages)
 
     @property
@@ -52,7 +54,7 @@ class Prompt:
         return self.text if self.text is not None else f"{len(self.ids or ())} token ids"
 
     def conversation(self, *, apply_chat_template: bool) -> tuple[Message, ...] | None:
-        """The messages it is; a text is one of the user's where the template is to be applied to texts too."""
+        """The prompt's messages. With `apply_chat_template` a text becomes a single message of the user's."""
         if self.text is None or not apply_chat_template:
             return self.messages
         return ({"role": "user", "content": self.text},)
@@ -61,16 +63,16 @@ class Prompt:
 def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: int | None = None) -> list[Prompt]:
     """The prompts given as texts or in a file, in order.
 
-    The file's suffix says its kind:
-    `.txt`    one text a line, the line end taken off
-    `.csv`    one row of comma-separated token ids a prompt, rows of any length
-    `.npy`    integers, (num_prompts, length) or (length,); `pad_id` is taken off the end of each row. Only
-              there, where TensorRT-LLM takes it out anywhere: an end id used as pad id may also be inside
-    `.jsonl`  one object a line with `prompt` (text), `prompt_ids` (list of token ids) or `messages` (a conversation),
-              and perhaps `category`
+    The file's suffix gives its kind:
+    `.txt`    a text on each line, without the line's end
+    `.csv`    a row of comma-separated token ids for each prompt; rows may have different lengths
+    `.npy`    integers [num_prompts, length] or [length]; `pad_id` is removed from the end of each row.
+              (TensorRT-LLM removes it everywhere, but an end id that pads may also be inside a prompt.)
+    `.jsonl`  an object on each line with `prompt` (text), `prompt_ids` (list of token ids) or `messages` (a
+              conversation), and perhaps `category`
 
-    Raises UsageError unless one of the two is given and the suffix is known; SpecDecError, with the line, row
-    and column or byte where there is one, where the prompts cannot be used.
+    Raises UsageError unless either texts or a file with a known suffix is given; SpecDecError, which names the line,
+    row and column or byte, for prompts that cannot be used.
     """
     if input_file is None and not input_text:
         raise UsageError(
@@ -95,7 +97,7 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
 
 
 def check_readable_by(choice: "EngineChoice", prompts: Sequence[Prompt]) -> None:
-    """SpecDecError, as far as files tell, for conversations without a chat template, or texts without a tokenizer."""
+    """SpecDecError, as far as files show, for conversations without a chat template, or texts without a tokenizer."""
     if any(prompt.messages for prompt in prompts):
         choice.check_chat_template()
     elif any(prompt.text is not None for prompt in prompts):
@@ -103,14 +105,16 @@ def check_readable_by(choice: "EngineChoice", prompts: Sequence[Prompt]) -> None
 
 
 def without_padding(prompts: list[Prompt], input_file: Path | None, end_ids: frozenset[int]) -> list[Prompt]:
-    """The prompts, read again if they are rows of an array, now that it is known what those are padded with."""
+    """The prompts without padding: rows of an array are read again, now that the engine's end ids, with which they are
+    padded, are known.
+    """
     if input_file is None or input_file.suffix.lower() != ".npy" or not end_ids:
         return prompts
     return read_prompts([], input_file, pad_id=min(end_ids))
 
 
 def _as_utf8(text: str) -> str:
-    """Text of an argument. A locale of ASCII has left its bytes undecoded: they are read as UTF-8 all the same."""
+    """Text of an argument. In an ASCII locale Python leaves its bytes undecoded; they are decoded as UTF-8 here."""
     try:
         return os.fsencode(text).decode("utf-8")
     except UnicodeError:
@@ -118,7 +122,7 @@ def _as_utf8(text: str) -> str:
 
 
 def _standard_input() -> str:
-    """All of it, without the end of its last line; SpecDecError if it is not UTF-8."""
+    """All of standard input, without the end of its last line; SpecDecError if it is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""`specdec verify`: an artefact's files are what was written, or the one that is not is named."""
+"""`specdec verify`: compares an artefact's files with their record, and names the first file that differs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from commands.output.output import Output
 from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular
 
-if TYPE_CHECKING:  # help needs none of it
+if TYPE_CHECKING:  # `--help` needs no import of these
     from runtime.builder.artefacts import ArtefactCheck
 
 _HINTS = {
@@ -67,7 +67,7 @@ def _check(path: Path) -> "ArtefactCheck":
 
 
 def _check_traces(path: Path) -> "ArtefactCheck":
-    """SpecDecError for a file that does not look like traces."""
+    """SpecDecError for a file that does not look like a file of traces."""
     from runtime.builder.artefacts import ArtefactCheck, check_file
     from runtime.text.trace_lines import check_trace_lines, is_like_traces
 

@@ -1,4 +1,4 @@
-"""Output of `verify`: each file, its size, and what was found of it."""
+"""Output of `verify`: each file, its size, and the result of its check."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -43,7 +43,7 @@ def verify_document(path: Path, found: ArtefactCheck) -> dict[str, Any]:
 
 
 _MAX_SOUND = 40
-"""Limit on the number of intact files listed; a cache has thousands. Others are named always."""
+"""Limit on the number of intact files listed: a cache has thousands. Damaged files are always listed."""
 
 
 def show(path: Path, found: ArtefactCheck, output: Output) -> None:

@@ -18,12 +18,12 @@ from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.words import word_among
 
 ARGUMENTS_OF_TOOL = "specdec.arguments_of_tool"
-"""Entry of the context's `meta`: what stood after `--`."""
+"""Entry of the context's `meta`: the arguments after `--`."""
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Address of the server, and what to do instead of running the agent."""
+    """Address of the server, and flags that print or restore something instead of running the agent."""
 
     host: Annotated[str, option(SERVER, "Address of the server.")] = "127.0.0.1"
     port: Annotated[
@@ -77,9 +77,9 @@ def launch(
 ) -> None:
     """Run a coding agent with a model of this machine.
 
-    Takes the server at the address, or starts `specdec serve`, with as much context as fits, drafts by AUTO, and ends
-    it with the agent. The agent is told of it by variables or by its config file, which is shown before, and put back
-    after.
+    Takes the server at the address, or starts `specdec serve` with as much context as fits and drafts by AUTO, and ends
+    it with the agent. The agent learns the server's address from variables or from its config file. Changes of the file
+    are shown before, and undone after.
     """
     found = _tool_named(tool)
     if options.restore:

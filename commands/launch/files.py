@@ -22,15 +22,15 @@ _MODE = 0o600  # there may be a key in it
 
 
 def shown(file: File, server: Connection) -> str:
-    """Keys that the file gets, in its format."""
+    """Keys that the agent's config file gets, in the file's format."""
     return _written(file.format, file.keys(server))
 
 
 @contextmanager
 def configured(file: File, server: Connection) -> Iterator[None]:
-    """The file names the server in the block, beside all else that it has. SpecDecError if it cannot be written.
-
-    What was changed in the file meanwhile, by the agent for example, is kept in a file beside it, and told.
+    """Have the config file name the server within the block; all other keys of the file stay. SpecDecError if it cannot
+    be written. Changes that were made to the file meanwhile, by the agent for example, are kept in a file beside it,
+    and a note says so.
     """
     path, aside = file.path(), _aside(file)
     try:
@@ -75,7 +75,7 @@ def _aside(file: File) -> Path:
 
 
 def _merged(file: File, content: bytes, keys: dict[str, Any]) -> str:
-    """The old file with these keys in the place of its own. SpecDecError if it cannot be read."""
+    """The old file with these keys in place of its own keys of the same names. SpecDecError if it cannot be read."""
     try:
         old = content.decode()
         if file.format == "toml":
@@ -93,7 +93,9 @@ def _merged(file: File, content: bytes, keys: dict[str, Any]) -> str:
 
 
 def _deeply(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """`new` over `old`, object by object; a list begins with the new elements, and keeps old ones of other names."""
+    """`new` merged into `old`, object by object. A list begins with the new elements, followed by the old elements
+    whose names are not among the new.
+    """
     merged = dict(old)
     for key, value in new.items():
         before = merged.get(key)
@@ -122,7 +124,7 @@ def _yaml() -> Any:
 
 
 def _toml(keys: Mapping[str, Any], table: str = "") -> str:
-    """Values, then tables; JSON's texts and numbers are TOML's too."""
+    """The keys as TOML: first values, then tables. Texts and numbers have the same form in JSON and TOML."""
     plain = {key: value for key, value in keys.items() if not isinstance(value, dict)}
     head = f"[{table}]\n" if table and plain else ""
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in plain.items()]

@@ -15,18 +15,18 @@ AGENT_CONTEXT = 32_768
 """Tokens of a prompt and its answer that agents work well with: their prompts have 10,000 to 30,000."""
 _LEAST_CONTEXT = 4_096
 _BATCH_SIZE = 4
-"""The default of `serve`: agents ask for a title or a summary beside the answer."""
+"""Batch size, the default of `serve`: agents ask for a title or a summary beside the answer."""
 _ITEM_BYTES = {"float32": 4}
 _DRAFTING = ("spec-decode-algo", "profile", "speculative-config", "drafter")
 
 
 def flags_given(flags: Sequence[str]) -> set[str]:
-    """Names of the flags, without hyphens and values, by our spelling."""
+    """Names of the flags that are given, in our spelling, without hyphens and values."""
     return {flag_name(flag, "serve") for flag in flags if flag.startswith("-")}
 
 
 def is_engine(model: str) -> bool:
-    """True for an engine directory, whose limits are its own."""
+    """True for an engine directory, whose limits were fixed at its build."""
     return _build_config(model) is not None
 
 
@@ -63,9 +63,8 @@ def fitting_flags(model: str, given: set[str]) -> Iterator[str]:
 
 
 def _sizes(config: dict[str, Any], model_dir: Path, divisor: int) -> tuple[int, int | None]:
-    """Tokens of the context, and of the K/V cache where memory bounds it, with numbers of 16 bits / `divisor`.
-
-    The cache may take half of the memory that the weights leave: 4 GB for 131,072 tokens of 32 KB each.
+    """Tokens of the context, and of the K/V cache if memory bounds it. Keys and values have 16 bits / `divisor`. The
+    cache may take half of the memory that the weights leave: 4 GB for 131,072 tokens of 32 KB each.
     """
     of_text = config.get("text_config")
     inner: dict[str, Any] = of_text if isinstance(of_text, dict) else config
@@ -81,7 +80,7 @@ def _sizes(config: dict[str, Any], model_dir: Path, divisor: int) -> tuple[int, 
 
 
 def _positions(config: dict[str, Any]) -> int:
-    """Positions of the model; those before its rotary factors change, where they do (`longrope`)."""
+    """Positions of the model. If its rotary factors change at a length (`longrope`), the positions before that."""
     rope = config.get("rope_scaling") or {}
     limits = [config.get("max_position_embeddings")]
     if "longrope" in (rope.get("rope_type"), rope.get("type")):

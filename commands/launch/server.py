@@ -18,16 +18,16 @@ from commands.output.output import stderr
 from runtime.util.errors import SpecDecError
 
 _ASKED_S = 5.0
-"""Time for a server that is there to say what it serves."""
+"""Seconds that a server at the address has to answer with the names of its model."""
 _END_S = 40.0
-"""Time for a server to end: its own `--shutdown-timeout` is 30 s, and nobody asks it any more."""
+"""Seconds that a server has to end. Its own `--shutdown-timeout` is 30 s, and no client asks it any more."""
 _NUM_LINES = 200
 _READY = re.compile(r" at (https?://\S+) \((?:only this|other) machines? reach(?:es)? it\)")
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server by its own words: the names of its model, the first of which it answers with."""
+    """A server that answered: the names of its model. The first is the name that its answers carry."""
 
     url: str
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ def _get(url: str, key: str) -> bytes:
 
 @dataclass
 class _Messages:
-    """Lines of a server on stderr: shown while it starts, kept while the agent has the terminal."""
+    """Lines that a server writes to stderr: shown while it starts, and kept back while the agent has the terminal."""
 
     is_kept: bool = False
     error: list[str] = field(default_factory=list)
@@ -75,16 +75,15 @@ class _Messages:
             stderr().print(line, soft_wrap=True)
 
     def raise_failed(self) -> NoReturn:
-        """SpecDecError in the words of the server."""
+        """SpecDecError with the server's own error message."""
         said, hint = [*self.error, "", ""][:2]
         raise SpecDecError(f"the server did not start: {said or 'it says not why'}", hint=hint or None)
 
 
 @contextmanager
 def started(arguments: Sequence[str], environment: Mapping[str, str], key: str) -> Iterator[Served]:
-    """`specdec serve` with these arguments, until the end of the block. SpecDecError if it ends before it listens.
-
-    It has a session of its own, so that Ctrl-C in the terminal is the agent's alone.
+    """Run `specdec serve` with these arguments until the end of the block. SpecDecError if it ends before it listens.
+    It has a process session of its own, so that Ctrl-C in the terminal reaches the agent alone.
     """
     command = [sys.executable, "-m", "specdec_cli", "serve", *arguments]
     process = subprocess.Popen(
@@ -136,7 +135,7 @@ def _keep(process: "subprocess.Popen[str]", messages: _Messages) -> None:
 
 
 def _end(process: "subprocess.Popen[Any]") -> None:
-    """Ctrl-C meanwhile does not leave it running."""
+    """End the server. Ctrl-C during this does not leave it running."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.terminate()
     try:

@@ -1,7 +1,7 @@
-"""The agents that `launch` knows: how each is called, installed, and told of a server.
+"""The agents that `launch` knows: the command, the installation, and the settings that name a server.
 
-An agent is told by variables of its environment, or by its config file, which gets the keys of `File.keys` beside what
-it has already. A new agent is one entry in `TOOLS`.
+An agent takes the server from variables of its environment, or from its config file, which gets the keys of `File.keys`
+beside its own. A new agent is one entry in `TOOLS`.
 """
 
 import os
@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 NO_KEY = "none"
-"""Sent where the server asks for no key: clients insist on sending something."""
+"""Key that is sent to a server that asks for no key: clients insist on sending one."""
 KEY_VARIABLE = "SPECDEC_API_KEY"
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A server as an agent is told of it. `context` is in tokens, of a prompt and its answer."""
+    """The address and model of a server, for an agent's settings. `context` is the number of tokens that a prompt and
+    its answer may have together.
+    """
 
     url: str
     model: str
@@ -26,7 +28,7 @@ class Connection:
 
     @property
     def base_url(self) -> str:
-        """OpenAI's clients want it with `/v1`, Anthropic's without."""
+        """The server's URL: with `/v1` for OpenAI's clients, without for Anthropic's."""
         return f"{self.url}/v1"
 
     @property
@@ -35,13 +37,13 @@ class Connection:
 
     @property
     def max_output_len(self) -> int:
-        """Tokens that an answer may have, where an agent wants to be told: a quarter of the context."""
+        """Limit on an answer's tokens, for agents that ask for it: a quarter of the context."""
         return self.context // 4
 
 
 @dataclass(frozen=True)
 class File:
-    """Config file of an agent: where it is, its format, and the keys that name the server."""
+    """Config file of an agent: its path, its format, and the keys that name the server."""
 
     path: Callable[[], Path]
     format: Literal["toml", "yaml", "json"]
@@ -54,7 +56,7 @@ def _nothing(server: Connection) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Tool:
-    """An agent. `prompt_len`: tokens of its first prompt, roughly, most of which describe its tools."""
+    """An agent. `prompt_len` is the rough number of tokens of its first prompt, most of which describe its tools."""
 
     name: str
     title: str
@@ -66,7 +68,9 @@ class Tool:
 
 
 def _claude(server: Connection) -> dict[str, str]:
-    """Its small requests, such as titles, name other models of its maker: all are this one."""
+    """Variables for Claude Code. Its small requests, such as titles, name other models of Anthropic's; all names are
+    set to the server's model.
+    """
     models = (
         "ANTHROPIC_MODEL",
         "ANTHROPIC_DEFAULT_OPUS_MODEL",
@@ -93,7 +97,7 @@ def _aider(server: Connection) -> dict[str, str]:
 
 
 def _key_alone(server: Connection) -> dict[str, str]:
-    """The key, to which the config file refers."""
+    """A variable with the key, to which the config file refers."""
     return {KEY_VARIABLE: server.key} if server.has_key else {}
 
 
@@ -142,7 +146,9 @@ def _opencode(server: Connection) -> dict[str, Any]:
 
 
 def _in(variable: str, default: str, name: str) -> Callable[[], Path]:
-    """The file in the directory that a variable names, or else in one of the home directory."""
+    """The file `name` in the directory that a variable names, or else in the directory `default` of the home
+    directory.
+    """
     return lambda: Path(os.environ.get(variable) or Path.home() / default) / name
 
 

@@ -1,4 +1,4 @@
-"""A launch: the server, the agent's settings, the agent, and the end of what was begun."""
+"""A launch: starts the server, writes the agent's settings, runs the agent, and ends the server."""
 
 import os
 import shlex
@@ -20,8 +20,9 @@ from runtime.util.errors import SpecDecError, UsageError
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that is asked for. `flags` are a model, perhaps, and flags of `serve`; `arguments` are the agent's;
-    `settings` are what variables and files say of flags of `serve`, by their names without hyphens in front.
+    """A launch as the user asked for it. `flags` are a model, perhaps, and flags of `serve`; `arguments` are the
+    agent's; `settings` are the values that variables and files give for flags of `serve`, by names without hyphens in
+    front.
     """
 
     host: str
@@ -44,13 +45,15 @@ class Launch:
 
     @property
     def model(self) -> str | None:
-        """The model or engine that is named: first, by its flag, or by a file of settings."""
+        """The model or engine of the launch: the first word, the value of its flag, or the value in a file of
+        settings.
+        """
         if self.flags and not self.flags[0].startswith("-"):
             return self.flags[0]
         return self.value("model-dir") or self.settings.get("engine-dir")
 
     def value(self, name: str) -> str | None:
-        """Value of a flag of `serve`, on the command line or by a file of settings."""
+        """Value of a flag of `serve`, from the command line or a file of settings."""
         return next(_values(self.flags, name), None) or self.settings.get(name)
 
     @property
@@ -72,7 +75,7 @@ class Launch:
         return arguments
 
     def names(self) -> set[str]:
-        """Names by which a server may have the model; none if no model is named."""
+        """Names that a server of this model may report; empty if no model is named."""
         if self.model is None:
             return set()
         own = Path(self.model).expanduser()
@@ -81,7 +84,7 @@ class Launch:
 
 
 def _values(flags: Sequence[str], name: str) -> Iterator[str]:
-    """Values of a flag: `--model-dir demo` and `--model-dir=demo`."""
+    """Values that a flag has on the command line: `--model-dir demo` and `--model-dir=demo`."""
     for i, flag in enumerate(flags):
         if flag.startswith("-") and flags_given([flag]) == {name}:
             value = flag.partition("=")[2] or next(iter(flags[i + 1 : i + 2]), "")
@@ -90,7 +93,9 @@ def _values(flags: Sequence[str], name: str) -> Iterator[str]:
 
 
 def run(tool: Tool, launch: Launch, print_only: bool) -> int:
-    """Run the agent; returns its exit status. SpecDecError for what is missing or does not start."""
+    """Run the agent; returns its exit status. SpecDecError if the agent or the model is missing, or if either does not
+    start.
+    """
     if print_only:
         _print(tool, launch)
         return 0
@@ -116,8 +121,9 @@ def run(tool: Tool, launch: Launch, print_only: bool) -> int:
 
 
 def _running(launch: Launch) -> Served | None:
-    """The server at the address; None where one is to be started. SpecDecError if it has another model, or if there is
-    neither a server nor a model."""
+    """The server at the address; None if a server is to be started. SpecDecError if it has another model, or if there
+    is neither a server nor a model.
+    """
     served = ask_server(launch.url, launch.key) if launch.port else None
     if served is None:
         return None
@@ -146,7 +152,7 @@ def _connection(served: Served, launch: Launch) -> Connection:
 
 
 def _settings(tool: Tool, connection: Connection) -> Iterator[str]:
-    """The agent's settings as they could be typed: the lines for a shell, and those of its file."""
+    """The agent's settings in a form to type: lines for a shell, and lines for its config file."""
     for name, value in tool.environment(connection).items():
         yield f"export {name}={f'${KEY_VARIABLE}' if value and value == _secret(connection) else shlex.quote(value)}"
     if tool.file is not None:
@@ -160,7 +166,9 @@ def _secret(connection: Connection) -> str | None:
 
 
 def _print(tool: Tool, launch: Launch) -> None:
-    """Print what would be run and written; a server that is not there is described as it would be."""
+    """Print the commands that would be run and the files that would be written. If no server answers, the settings that
+    it would have are shown.
+    """
     served = ask_server(launch.url, launch.key) if launch.port else None
     if served is None:
         arguments = launch.serve_arguments
@@ -175,13 +183,13 @@ def _print(tool: Tool, launch: Launch) -> None:
 
 
 def _run_agent(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The exit status of the agent, to which Ctrl-C belongs meanwhile."""
+    """Run the agent; returns its exit status. Ctrl-C reaches the agent alone meanwhile."""
     before = signal.signal(signal.SIGINT, lambda *_: None)  # not ignored: the agent would inherit that
     try:
         with subprocess.Popen(command, env=dict(environment)) as process:
             try:
                 code = process.wait()
-            except BaseException:  # SIGTERM: what was begun ends
+            except BaseException:  # SIGTERM: end the agent that was started
                 process.terminate()
                 raise
     except OSError as error:
@@ -193,7 +201,7 @@ def _run_agent(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def _cleans_up_on_hangup() -> Iterator[None]:
-    """A terminal that is closed ends the command as SIGTERM does: through the blocks that clean up."""
+    """Handle the end of the terminal as SIGTERM is handled: through the blocks that clean up."""
     before = signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     try:
         yield

@@ -1,4 +1,6 @@
-"""The flags of drafters, made of their descriptions (`runtime/drafters/specs.py`), and written as `tune` recommends."""
+"""The flags of drafters, made from their descriptions (`runtime/drafters/specs.py`). Also writes a drafter's flags as
+`tune` recommends them.
+"""
 
 import dataclasses
 import shlex
@@ -24,21 +26,20 @@ def algorithm_flag(spec: type[DrafterSpec]) -> str:
 
 
 def users_of(flag: str) -> list[type[DrafterSpec]]:
-    """The drafters that have a setting with this flag, `ngram_pool`, of either mode."""
+    """The drafters that have a setting with this flag (`ngram_pool`), in either mode."""
     settings = {spec: spec.settings().values() for spec in DRAFTERS.values()}
     return [spec for spec, own in settings.items() if any(flag in (one.flag, one.leader_flag) for one in own)]
 
 
 def leader_settings() -> dict[str, Setting]:
-    """The flags of leader mode, each with a setting that has it."""
+    """The flags of leader mode, each with a setting that it sets."""
     settings = [setting for spec in DRAFTERS.values() for setting in spec.settings().values()]
     return {flag: one for one in reversed(settings) if (flag := one.leader_flag) is not None}
 
 
 def _make_flags(name: str, specs: Iterable[type[DrafterSpec]], *, is_leader: bool = False) -> Any:
-    """A group of options: for each drafter the flag that chooses it and those of its settings; None if not given.
-
-    In leader mode those of its settings alone: one flag chooses among all.
+    """A group of options: for each drafter the flag that chooses it, and its settings' flags; None if not given. In
+    leader mode only the settings' flags are included: there a single flag chooses among all drafters.
     """
     flags: dict[str, Any] = {}
     for spec in specs:
@@ -85,7 +86,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
     class TunedFlags(DrafterFlags):
-        """Without drafters of the user's own."""
+        """Flags of all drafters but the user's own."""
 
     class LeaderDrafterFlags(DrafterFlags):
         """Flags of leader mode (V2)."""
@@ -102,7 +103,7 @@ def chooses_drafter(flags: Any) -> bool:
 
 
 def written_flags(speculation: Speculation, device_ids: tuple[int, ...]) -> str:
-    """Flags with which `run` drafts in this way, with the target on these devices."""
+    """Flags with which `run` drafts by this `speculation`, with the target on these devices."""
     flags: dict[str, str] = {}
     for drafter in speculation:
         own: dict[str, str] = {}

@@ -93,9 +93,8 @@ class KVCacheOptions:
         )
 
     def fitting(self, *, is_leader: bool, disable_reuse: bool = False) -> "KVCacheOptions":
-        """Copy that includes leader mode's flag.
-
-        UsageError for no block reuse in orchestrator mode, and in leader mode for a yes and a no.
+        """The same options with leader mode's flag taken into account. UsageError if block reuse is turned off in
+        orchestrator mode, and in leader mode if it is turned both on and off.
         """
         if not is_leader and self.no_kv_cache_enable_block_reuse:
             raise UsageError(
@@ -115,7 +114,7 @@ class KVCacheOptions:
 
 
 def _disk_size(text: str) -> int:
-    """Bytes; UsageError for what is no size."""
+    """The size in bytes; UsageError if the text is no size."""
     if not (size := size_in_bytes(text)):
         raise UsageError(f"`--kv-cache-disk-size` is no size: {text}", hint=f"write {SIZES}")
     return size
@@ -148,11 +147,13 @@ class KVDiskOptions:
 
     @property
     def max_bytes(self) -> int | None:
-        """UsageError for what is no size."""
+        """The size in bytes; UsageError if the text is no size."""
         return None if self.kv_cache_disk_size is None else _disk_size(self.kv_cache_disk_size)
 
     def check(self, cache: KVCacheOptions) -> None:
-        """UsageError for a size alone, and for K/V that nothing would read; before torch is imported."""
+        """UsageError for a size without a directory, and for K/V on disk while block reuse is off. Runs before torch is
+        imported.
+        """
         if self.max_bytes is not None and self.kv_cache_dir is None:
             raise UsageError(
                 f"`--kv-cache-disk-size` needs `--kv-cache-dir`: {self.kv_cache_disk_size}",
@@ -166,19 +167,20 @@ class KVDiskOptions:
 
 
 EngineDir = Annotated[Path | None, option(INPUT, "Engine directory made by `build`.", shown=USUAL_ENGINE)]
-"""None where a model may be given instead."""
+"""Directory of the engine; None where a model may be given instead."""
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """An engine, or the model to make one of, and how it drafts and answers. `speculation` names models until they are
-    opened; `bundle` is the engine's, where there is one."""
+    """The engine, or the model to make an engine from, and how it drafts and answers. `speculation` names models until
+    they are opened; `bundle` is the engine's, if there is an engine already.
+    """
 
     engine_dir: Path = Path(USUAL_ENGINE)
     tokenizer_dir: Path | None = None
     speculation: Speculation = field(default_factory=Speculation)
     device_ids: Devices = None
-    """The target's; None: its first ones."""
+    """The target's devices; None for the first devices."""
     mode: Mode = "orchestrator"
     kv_cache: KVCacheOptions = field(default_factory=KVCacheOptions)
     max_num_tokens: int | None = None
@@ -188,15 +190,15 @@ class EngineChoice:
     bundle: Bundle | None = None
     disk: KVDiskOptions = field(default_factory=KVDiskOptions)
     answers_first: bool = False
-    """True for one answer, which need not wait for kernels to be compiled (`engine_of_model`)."""
+    """True if there is a single answer, which need not wait for kernels to be compiled (`engine_of_model`)."""
 
     def with_disk(self, disk: KVDiskOptions) -> "EngineChoice":
-        """The same with K/V on disk. UsageError where they do not fit."""
+        """The same choice with K/V on disk. UsageError if the two do not fit together."""
         disk.check(self.kv_cache)
         return replace(self, disk=disk)
 
     def with_pools(self, options: SpeculationOptions) -> "EngineChoice":
-        """The same with lookups in the pools of a request's owner, unless a flag names other pools."""
+        """The same choice with the pool of each lookup set to the request's owner's, unless a flag names a pool."""
         if options.flags.ngram_pool is not None:
             return self
         return replace(self, speculation=self.speculation.with_owner_pools())
@@ -215,17 +217,19 @@ class EngineChoice:
 
     @property
     def max_draft_len(self) -> int:
-        """Longest draft that the model's engine takes: at least 10, so that others can be tried without a new build."""
+        """Longest draft that the engine made from the model will take: at least 10, so that longer drafts can be tried
+        without a new build.
+        """
         return max(self.speculation.max_draft_len or 0, USUAL_MAX_DRAFT_LEN)
 
     @property
     def self_draft(self) -> IntFormat | None:
-        """Quantization of the model's copy that drafts; None where there is none."""
+        """Quantization of the self-draft copy; None if there is no copy."""
         return self.built_for.copy or ("int4" if self.speculation.needs_copy else None)
 
     @property
     def hidden_states(self) -> tuple[int, ...]:
-        """Hidden states that trained drafters read of the model."""
+        """Hidden states of the model that its trained drafters read."""
         assert self.model_dir is not None
         return hidden_states_for(self.speculation.read_heads(), self.model_dir)
 
@@ -236,9 +240,9 @@ class EngineChoice:
 
     def checked(self, *, check_lossless: bool = False, cuts_drafts: bool = False) -> "EngineChoice":
         """Check the options; returns a copy with the profile's drafter, if there is a profile, and the engine's config.
-
-        SpecDecError for what cannot be opened, as far as that is found without torch, or what needs a drafter where
-        there is none. `cuts_drafts`: longer ones than the engine takes are cut.
+        SpecDecError for a model, engine or drafter that cannot be opened, as far as that shows without torch, and for a
+        flag that needs a drafter if there is none. With `cuts_drafts`, drafts that are longer than the engine takes are
+        cut.
         """
         bundle, speculation, device_ids = None, self.speculation, self.device_ids
         if self.profile is not None:
@@ -273,11 +277,13 @@ class EngineChoice:
         return replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
 
     def _check_draft_output(self) -> None:
-        """SpecDecError for an output layer by which none of the drafters drafts."""
+        """SpecDecError for an output layer that drafts (`--draft-output`), if no drafter uses it."""
         self.draft_output.check(self.speculation.read_heads(), has_copy=self.self_draft is not None)
 
     def check_tokenizer(self) -> None:
-        """SpecDecError for a tokenizer that cannot be read here, as far as files tell: before an engine is built."""
+        """SpecDecError for a tokenizer that cannot be read here, as far as files show; it runs before an engine is
+        built.
+        """
         if self._tokenizer_files is not None:
             refuse_unreadable_tokenizer(self._tokenizer_files)
 
@@ -289,7 +295,7 @@ class EngineChoice:
 
     @property
     def _tokenizer_files(self) -> Path | None:
-        """Place of the tokenizer that `--tokenizer-dir` or the model gives; None for an engine, which has its own."""
+        """Path of the tokenizer that `--tokenizer-dir` or the model gives; None for an engine, which has its own."""
         if self.tokenizer_dir is not None:
             return resolve_tokenizer(self.tokenizer_dir)
         return None if self.model_dir is None else resolve_model(self.model_dir)
@@ -297,7 +303,7 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """An engine, or a model to make one of, without a drafter."""
+    """An engine, or a model to make an engine from, without a drafter."""
 
     engine_dir: EngineDir = None
     tokenizer_dir: TokenizerDir = None
@@ -305,14 +311,16 @@ class TargetOptions:
     engines: ModelEngineOptions = field(default_factory=ModelEngineOptions)
 
     def named(self, word: str | None) -> "TargetOptions":
-        """The same with the model or engine that a word names. UsageError if a flag names another."""
+        """The same options with the model or engine that a word names. UsageError if a flag names another."""
         if word is None:
             return self
         model_dir, engine_dir = named_by(word, self.model_dir, self.engine_dir)
         return replace(self, model_dir=model_dir, engine_dir=engine_dir)
 
     def choose(self) -> EngineChoice:
-        """UsageError for flags that do not fit together; SpecDecError for what cannot be opened."""
+        """Resolve and check the flags. UsageError for flags that do not fit together; SpecDecError for an engine or
+        model that cannot be opened.
+        """
         models = ModelOptions(self.model_dir, self.engines).fitting()
         models.check(self.engine_dir)
         choice = EngineChoice(self.engine_dir or Path(USUAL_ENGINE), self.tokenizer_dir, mode="leader", models=models)
@@ -336,7 +344,7 @@ class EngineOptions:
     leader: LeaderOptions = field(default_factory=LeaderOptions)
 
     def named(self) -> "EngineOptions":
-        """The same with the model or engine that the first word names. UsageError if a flag names another."""
+        """The same options with the model or engine that the first word names. UsageError if a flag names another."""
         model_dir, engine_dir = self.leader.model_dir, self.engine_dir
         if self.model is not None:
             model_dir, engine_dir = named_by(self.model, model_dir, engine_dir)
@@ -344,9 +352,8 @@ class EngineOptions:
         return replace(self, model=None, engine_dir=engine_dir, leader=leader)
 
     def named_before(self, prompts: list[str] | None) -> "tuple[EngineOptions, list[str]]":
-        """`named`, where prompts follow, and the prompts: the first word is a prompt if it is no model.
-
-        UsageError for a second model in the place of the prompt, or for a slip of a model's name before a prompt.
+        """The same options, as `named` gives them, and the prompts: the first word is a prompt if it is not a model.
+        UsageError for a second model where the prompt should be, or for a misspelt model's name before a prompt.
         """
         word, others = self.model, prompts or []
         if word is None:
@@ -386,10 +393,11 @@ class EngineOptions:
         requests_draft: bool = False,
         answers_many: bool = False,
     ) -> EngineChoice:
-        """Resolve and check the flags. SpecDecError for what does not fit together, or cannot be opened.
+        """Resolve and check the flags. SpecDecError for flags that do not fit together, or an engine or model that
+        cannot be opened.
 
-        `default_mode` None: leader mode where flags of it are given, orchestrator mode elsewhere. `requests_draft`:
-        those that come may name drafters of their own. `answers_many`: some may come again.
+        `default_mode` None: leader mode if one of its flags is given, orchestrator mode otherwise. `requests_draft`:
+        later requests may name drafters of their own. `answers_many`: some requests may come again.
         """
         leader = self.leader.with_config(self.speculation)
         mode = leader.mode or default_mode or leader.loop
@@ -421,7 +429,7 @@ class EngineOptions:
 
 
 def _tell_slip(word: str, others: list[str]) -> None:
-    """UsageError if the first prompt, with others behind it, is nearly a model's name; a note if it is alone."""
+    """UsageError if the first of several prompts is nearly a model's name; a note if it is the only prompt."""
     if (near := near_model(word)) is None:
         return
     if others:
@@ -433,7 +441,7 @@ def _tell_slip(word: str, others: list[str]) -> None:
 
 
 def check_needed_drafter(speculation: Speculation, *, check_lossless: bool, has_copy: bool = False) -> None:
-    """UsageError for what needs a drafter where there is none."""
+    """UsageError for flags that need a drafter, if there is none."""
     if speculation:
         return
     if speculation.draft_len_mode == "auto":

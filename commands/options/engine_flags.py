@@ -21,8 +21,8 @@ from runtime.util.errors import UsageError
 
 
 def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more: str = "", **others: Any) -> Any:
-    """The flag of an option, with its help, its range and its default; `more` is added to the help, and `others` are
-    what a command has otherwise.
+    """The flag of an option, with its help, its range and its default. `more` is added to the help, and says what a
+    command does if the flag is not given.
     """
     described, bounds = OPTIONS[name][1], bounds_of(name)
     limits: dict[str, Any] = {"metavar": described.metavar or ("NAME" if words_of(name) else None)}
@@ -34,7 +34,7 @@ def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more:
 
 
 def _kind(name: str) -> Any:
-    """Type of an option's flag: words, a number or a text."""
+    """Type of an option's flag: a set of words, a number or a text."""
     hint = OPTIONS[name][0]
     if words := tuple(words_of(name)):
         return Literal[words]
@@ -43,7 +43,7 @@ def _kind(name: str) -> Any:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """`(int, None)` of `int | None`, and of the same with metadata."""
+    """The members of a type: `(int, None)` for `int | None`, also if the type has metadata."""
     inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return get_args(inner) or (inner,)
 
@@ -53,7 +53,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _make_flags(group: FlagGroup, panel: str, more: str = "") -> Any:
-    """A group of options: the flags of one group of the descriptions; None if not given."""
+    """A group of options: the flags of a group of the descriptions; None if not given."""
     flags = [
         (name, Annotated[_kind(name) | None, engine_flag(name, panel, more=more)], field(default=None))
         for name, (_, described) in OPTIONS.items()
@@ -63,7 +63,7 @@ def _make_flags(group: FlagGroup, panel: str, more: str = "") -> Any:
 
 
 def _given(group: Any) -> dict[str, Any]:
-    """The options that flags give, in the words of `LLM`."""
+    """The options whose flags are given, by the names that `LLM` has for them."""
     return {name: value_of(name, value) for name, value in vars(group).items() if name in OPTIONS and value is not None}
 
 
@@ -81,7 +81,7 @@ else:
 
 @dataclass(frozen=True)
 class ModelEngineOptions(_EngineFlags):
-    """Options of the engine that is made of a model; None where nothing was given."""
+    """Options of the engine that is made from a model; None if not given."""
 
     no_cache: Annotated[bool, option(LEADER, "Build a new engine for `--model-dir` and discard it.", "--no-cache")] = (
         False
@@ -92,12 +92,12 @@ class ModelEngineOptions(_EngineFlags):
         check_activations("`--quantization`", self.options.get("quantization"), self.activations)
 
     def changed(self, **options: Any) -> "ModelEngineOptions":
-        """The same with other values of these options."""
+        """A copy with other values for some of these options."""
         return replace(self, **options)
 
     @property
     def options(self) -> EngineOptions:
-        """The options that are given."""
+        """The options that are not None."""
         return cast(EngineOptions, _given(self))
 
     @property
@@ -108,11 +108,11 @@ class ModelEngineOptions(_EngineFlags):
 
 @dataclass(frozen=True)
 class DraftOutputOptions(_DraftFlags):
-    """Output layer that drafts; None where nothing was given."""
+    """Options of the output layer that drafts; None if not given."""
 
     @property
     def options(self) -> EngineOptions:
-        """The options that are given."""
+        """The options that are not None."""
         return cast(EngineOptions, _given(self))
 
     @property

@@ -35,16 +35,17 @@ CURRENT_COMMAND: ContextVar[Command | None] = ContextVar("current_command", defa
 
 
 MODEL_AT_HAND: ContextVar[str | None] = ContextVar("model_at_hand", default=None)
-"""The model that the command was given in the place of an engine: its user builds none, and hints name the model."""
+"""The model from which the command made its engine, if it did. Its user builds no engine, so hints name the model."""
 
 
 def current_command() -> Command | None:
-    """The one that was called last: what hints may speak of."""
+    """The command that was called last: hints name its flags."""
     return CURRENT_COMMAND.get()
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as Typer wants it: a keyword parameter for each flag; parameters that are no group stay.
+    """The command as Typer wants it: a keyword parameter for each flag of its groups. Other parameters stay as they
+    are.
 
     TypeError if two flags have one name.
     """
@@ -52,7 +53,7 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     flags = [flag for parameter in parameters for flag in _flags_of(parameter)]
     twice = [name for name, count in Counter(flag.name for flag in flags).items() if count > 1]
     if twice:
-        raise TypeError(f"options of one name in {command.__name__}: {', '.join(twice)}")
+        raise TypeError(f"options of {command.__name__} have the same name: {', '.join(twice)}")
     signature = Signature(flags, return_annotation=None)
     current = Command(command.__name__, frozenset(name for flag in flags for name in _spellings(flag)))
 
@@ -70,7 +71,7 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given_flags(group: Any) -> dict[str, Any]:
-    """Flags of a group, and of those in it, with their values: those that are neither None nor False."""
+    """Flags of a group, and of the groups in it, with their values; flags that are None or False are left out."""
     given: dict[str, Any] = {}
     for field in dataclasses.fields(group):
         value = getattr(group, field.name)
@@ -82,7 +83,7 @@ def given_flags(group: Any) -> dict[str, Any]:
 
 
 def _spellings(flag: Parameter) -> list[str]:
-    """Names of an option; empty for an argument."""
+    """Names of an option, such as `--seed`; empty for an argument."""
     options = [one for one in getattr(flag.annotation, "__metadata__", ()) if isinstance(one, OptionInfo)]
     words = [word for option in options for word in (option.default, *(option.param_decls or ()))]
     given = [word.removeprefix("--") for word in words if isinstance(word, str) and word.startswith("--")]
@@ -90,14 +91,16 @@ def _spellings(flag: Parameter) -> list[str]:
 
 
 def _flags_of(parameter: Parameter) -> Iterable[Parameter]:
-    """The parameter itself, or one for each field of the group that it is."""
+    """The parameters that Typer gets for this parameter: a parameter for each field of a group, or else the parameter
+    itself.
+    """
     if not _is_group(parameter.annotation):
         return [parameter.replace(kind=Parameter.KEYWORD_ONLY)]
     return [flag for field in _fields_of(parameter.annotation) for flag in _flags_of(field)]
 
 
 def _value_of(parameter: Parameter, values: Mapping[str, Any]) -> Any:
-    """Value of the parameter for the command."""
+    """Value of the parameter for the command: a filled group, or the value itself."""
     if not _is_group(parameter.annotation):
         return values[parameter.name]
     return parameter.annotation(**{f.name: _value_of(f, values) for f in _fields_of(parameter.annotation)})

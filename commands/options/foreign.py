@@ -1,8 +1,8 @@
 """Flags and commands of other programs: vLLM, llama.cpp, Ollama, SGLang and TensorRT-LLM.
 
-A flag that means the same is taken under its own name (`commands.options.spellings`), or here where it is short, as
-`-m` is. A flag that means nothing here is dropped, and the reason is said. A flag that means something else is an
-error, whose hint is the command that does what is wanted.
+A flag that means the same is taken under its own name (`commands.options.spellings`), or here if it is a short flag
+such as `-m`. A flag that means nothing here is dropped, and a warning gives the reason. A flag that means something
+else is an error, whose hint is the command that does the same.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ _SHORT = {
     "-ctv": "--cache-type-v",
     "-cnv": "--conversation",
 }
-"""Short flags, each taken by the commands that have the long one."""
+"""Short flags such as `-m`; each is taken by the commands that have the long flag."""
 
 _OF_TENSORRT_LLM = ""
 WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
@@ -80,7 +80,7 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
     "load-format": (True, "the format is seen from the files"),
     "tokenizer-mode": (True, "the kind of a tokenizer is seen from its files"),
 }
-"""Flags that mean nothing here: whether a value follows, and why, where the name alone does not say it."""
+"""Flags that mean nothing here: whether a value follows, and the reason, unless the name alone explains it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Answer:
     hint: str
     takes_value: bool = True
     harmless: tuple[str, ...] = ()
-    """Values with which it says what is so anyway."""
+    """Values for which the flag is accepted: specdec does the same anyway."""
 
 
 _SPLIT = _Answer(
@@ -108,7 +108,7 @@ _CHAT = _Answer(
     "conversations have a command of their own: {flag}", "`specdec chat MODEL` talks in the terminal", takes_value=False
 )
 _SHARE = _Answer(
-    "{flag} is a share of all memory, and here the K/V cache gets a share of what is free: {value}",
+    "{flag} is a share of all memory, and here the K/V cache gets a share of the free memory: {value}",
     "`--kv-cache-free-gpu-memory-fraction {value}`, on a GPU; `--max-tokens-in-paged-kv-cache` anywhere",
 )
 _ADAPTER = _Answer(
@@ -136,7 +136,7 @@ ANSWERS = {
     "enable-lora": _ADAPTER,
     "lora": _ADAPTER,
     "block-size": _Answer(
-        "the size of K/V blocks is an engine's: {flag} {value}",
+        "the size of K/V blocks is set when an engine is built: {flag} {value}",
         "`specdec build --tokens-per-block {value}`; 32 is the default",
     ),
     "chat-template": _Answer(
@@ -173,7 +173,7 @@ COMMANDS = {
     "help": "`specdec --help`",
     "version": "`specdec --version`",
 }
-"""Commands of other programs, and what does the same here."""
+"""Commands of other programs, and our command that does the same."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,11 @@ class Flags:
 
 
 def without_foreign(arguments: list[str], flags: Flags) -> list[str]:
-    """The arguments in the command's own flags.
+    """The arguments with other programs' flags translated into the command's own. UsageError for a flag that means
+    something else here.
 
-    UsageError for a flag that means something else here. A value goes with its flag: `--gemm_plugin=float16` and
-    `--gemm_plugin float16` both disappear. Nothing after `--` is touched, nor the value of a flag of the command's own:
-    a prompt may be `--workers`.
+    A value goes with its flag: `--gemm_plugin=float16` and `--gemm_plugin float16` both disappear. Arguments after `--`
+    stay as they are, and so do values of the command's own flags: a prompt may be `--workers`.
     """
     kept: list[str] = []
     dropped: dict[str, str] = {}
@@ -222,7 +222,9 @@ def without_foreign(arguments: list[str], flags: Flags) -> list[str]:
 
 
 def flag_name(argument: str, command: str) -> str:
-    """Our name of a command's flag, without hyphens and value: `max-seq-len` of `-c` and `--max_model_len=4096`."""
+    """Our name of a command's flag, without hyphens and value: `max-seq-len` for `-c` and for
+    `--max_model_len=4096`.
+    """
     flag = argument.partition("=")[0]
     return normalize_name(_SHORT.get(flag, flag).lstrip("-"), command)
 
@@ -235,7 +237,7 @@ def typed_spellings(arguments: list[str], flags: Flags) -> dict[str, str]:
 
 
 def _long(argument: str, flags: Flags) -> str:
-    """The long form of a short flag that others have and this command has not."""
+    """The long form of a short flag that other programs have and this command lacks."""
     short, equals, value = argument.partition("=")
     long = _SHORT.get(short)
     if long is None or short in flags.short:
@@ -246,7 +248,7 @@ def _long(argument: str, flags: Flags) -> str:
 
 
 def _answer(answer: _Answer, flag: str, value: str, rest: Iterator[str], *, has_value: bool) -> None:
-    """UsageError, unless the value says what is so anyway."""
+    """UsageError, unless the value asks for what specdec does anyway."""
     if answer.takes_value and not has_value:
         value = next(rest, "")
     if value not in answer.harmless:

@@ -1,11 +1,13 @@
-"""Hints that name the flag to turn: the command line's own remedies for the library's errors, and the flags' names.
+"""Hints that name the flag to change: the command line's remedies for the library's errors, and the flags' names.
 
-One table from codes (`SpecDecError.code`) to hints that name a command, or several flags. Any other error keeps the
-library's hint, which stands at the setting (`Setting.hint`, `RequestField.hint`, `EngineOption.hint`) or where the
-error is raised; its message names the flag in the place of the setting. The values of an error stand in braces. Of
-several pieces of advice those are given whose flags the command has, by its names for them; the flags of other commands
-stand behind the command (`specdec build --max-seq-len`). What users who named a model do otherwise than users who built
-an engine is an `Advice`.
+One table leads from codes (`SpecDecError.code`) to hints that name a command, or several flags. Any other error keeps
+the library's hint, which stands at the setting (`Setting.hint`, `RequestField.hint`, `EngineOption.hint`) or where the
+error is raised; its message names the flag in place of the setting.
+
+Values of the error are filled in for names in braces. A hint may have several pieces of advice. A piece is shown if the
+command has its flags, under the command's names for them; a flag of another command is written behind that command
+(`specdec build --max-seq-len`). An `Advice` is a piece in two versions: for users who named a model, and for users who
+built an engine.
 """
 
 import re
@@ -40,8 +42,8 @@ _DRAFTS = (
 
 @dataclass(frozen=True)
 class Advice:
-    """A remedy that who has built an engine follows otherwise than who has named a model, whose engine is made by the
-    command; None: there is none.
+    """A remedy in two versions: for a user who built an engine, and for a user who named a model, from which the
+    command made the engine. None in either place: no remedy for this user.
     """
 
     of_engine: str | None
@@ -49,13 +51,13 @@ class Advice:
 
 
 def anew(before: str = "", behind: str = "") -> Advice:
-    """Have the engine made again, such as ` on this machine`."""
+    """Advice to make the engine again; `behind` is added, such as ` on this machine`."""
     who_built, who_named = "run `specdec build` again", "have the engine built anew (`specdec rm {model_at_hand}`)"
     return Advice(f"{before}{who_built}{behind}", f"{before}{who_named}{behind}")
 
 
 def larger(name: str) -> tuple[Advice, Advice]:
-    """Raise a limit of the engine, an option of `runtime/builder/engine_options.py`, for both."""
+    """Advice to raise a limit of the engine (an option of `runtime/builder/engine_options.py`), in both versions."""
     flag = as_flag(name)
     return (
         Advice(f"build with a larger `specdec build {flag}`"),
@@ -64,14 +66,14 @@ def larger(name: str) -> tuple[Advice, Advice]:
 
 
 def advised(advice: str | Advice, model: str | None) -> str | None:
-    """The advice to a user who named this model; None: to a user who built an engine."""
+    """The version of the advice for a user who named this model; with None, for a user who built an engine."""
     if isinstance(advice, str):
         return advice
     return advice.of_engine if model is None else advice.of_model
 
 
 def advice_at_hand(advice: str | Advice) -> str:
-    """The advice that fits what the command was given, a model or an engine."""
+    """The version of the advice that fits the command at hand, which was given a model or an engine."""
     model = MODEL_AT_HAND.get()
     found = advised(advice, model) or ""
     return found if model is None or isinstance(advice, str) else found.format(model_at_hand=shlex.quote(model))
@@ -211,11 +213,11 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
 MESSAGES: dict[str, str] = {
     "batch_size": "`--batch-size` exceeds the engine's max_batch_size {max_batch_size}: {batch_size}",
 }
-"""Messages that name a flag of no setting."""
+"""Messages that name flags which belong to no setting."""
 
 
 def message_of(error: SpecDecError) -> str:
-    """Message of the error, in which the setting that it begins with has the name of the command's flag."""
+    """Message of the error. If it begins with a setting's name, the command's flag stands in place of that name."""
     template, name = MESSAGES.get(error.code or ""), str(error.values.get("field") or error.values.get("name"))
     if template is not None:
         return template.format(**error.values)
@@ -241,7 +243,7 @@ def hint_of(error: SpecDecError) -> str | None:
 
 
 def _fitting(pieces: tuple[str | Advice, ...], model: str | None, error: SpecDecError) -> str:
-    """The advice that this user can follow, by the command's names for its flags."""
+    """The pieces of advice that this user can follow, with the command's names for its flags."""
     values = _values(error) | ({} if model is None else {"model_at_hand": shlex.quote(model)})
     advice = [one for piece in pieces if (one := advised(piece, model)) is not None]
     named = [one for piece in advice if (one := _by_the_commands_names(piece)) is not None]
@@ -249,7 +251,9 @@ def _fitting(pieces: tuple[str | Advice, ...], model: str | None, error: SpecDec
 
 
 def _by_the_commands_names(piece: str) -> str | None:
-    """The advice with flags as the command at hand calls them; None if it lacks one. Of no command: as it is."""
+    """The piece of advice with flags as the command at hand calls them; None if the command lacks a flag. Outside a
+    command it is returned as it is.
+    """
     command = current_command()
     if command is None:
         return piece
@@ -283,7 +287,9 @@ _OF_COMMANDS = {
 
 
 def flag_of_setting(name: str) -> str | None:
-    """The flag of a setting: of a request's field, a drafter's setting or an option of an engine; None if none has."""
+    """The flag of a setting: of a request's field, a drafter's setting or an option of an engine; None if it has no
+    flag.
+    """
     has_flag = (name in FIELDS and FIELDS[name][1].flag is not None) or users_of(name)
     if has_flag or (name in OPTIONS and OPTIONS[name][1].flags is not None):
         return as_flag(name)
@@ -303,7 +309,7 @@ def _rebuild(engine_dir: object, build: Any) -> str:
 
 
 def _what_drafts(build: Any, head: object = "HEAD", engine_dir: object = "ENGINE") -> str:
-    """Flags for what an engine has for its drafters."""
+    """Flags of `build` for the parts that an engine has for its drafters: hidden states, a copy, an output layer."""
     flags = ""
     if build.self_draft is not None:
         flags += f" --self-draft {build.self_draft.qformat} --self-draft-group-size {build.self_draft.group_size or -1}"
@@ -332,7 +338,7 @@ _OF_MISSING = {
     "them",
     "train --output-dir": "name a new directory for the head: `--output-dir head`",
 }
-"""Hints for what must be given, by the command and the flag or argument."""
+"""Hints for arguments that are missing, by the command and the flag or argument."""
 _NUMBERS = {
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
@@ -348,7 +354,9 @@ _BOUNDS = {
 
 
 def usage_message(error: TyperException) -> tuple[str, str]:
-    """The message and the hint of one of Typer's errors. pydantic, which reads the values, is its cause."""
+    """The message and the hint for an error of Typer's. Its cause may be pydantic's error, since pydantic reads the
+    values.
+    """
     where: Any = getattr(error, "ctx", None)
     hint = f"`{where.command_path if where else 'specdec'} --help` shows the usage"
     problems = getattr(error.__cause__, "errors", None)
@@ -398,7 +406,7 @@ def _in_other_commands(option: str, context: Any) -> str | None:
 
 
 def _origin(error: Any) -> str:
-    """The place of the value, in parentheses, where that is a variable or a file."""
+    """The variable or file that the value comes from, in parentheses; empty for the command line."""
     held = origin_of(error.ctx, error.param.name)
     return "" if held is None else f" ({held.origin.text})"
 

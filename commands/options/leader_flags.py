@@ -39,13 +39,15 @@ class ModelOptions:
     draft_output: DraftOutputOptions = field(default_factory=DraftOutputOptions)
 
     def fitting(self) -> "ModelOptions":
-        """The same without what variables and the home file say of a model's engine, where there is no model."""
+        """The same options; if no model is named, without the values that variables and the home file give for a
+        model's engine.
+        """
         if self.model_dir is not None:
             return self
         return replace(self, engines=without_ambient(self.engines), draft_output=without_ambient(self.draft_output))
 
     def check(self, engine_dir: Path | None) -> None:
-        """UsageError for a model and an engine, or for settings of an engine that is not to be built."""
+        """UsageError for both a model and an engine, or for settings of a build if no engine is built."""
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
         self.engines.check()
         if self.model_dir is None:
@@ -54,7 +56,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class LeaderOptions:
-    """Models, how to draft, and what to leave out; None where nothing was given."""
+    """Models, drafters, and features to turn off; None if not given."""
 
     model_dir: ModelDir = None
     spec_decode_algo: Annotated[
@@ -98,7 +100,9 @@ class LeaderOptions:
     ] = None
 
     def with_config(self, options: SpeculationOptions) -> "LeaderOptions":
-        """The same with flags in the place of `--speculative-config`. UsageError if another flag names a drafter."""
+        """The same options with flags in place of `--speculative-config`. UsageError if another flag
+        names a drafter.
+        """
         if self.speculative_config is None:
             return self
         if given := [*given_flags(options), *self.drafting_flags]:
@@ -112,7 +116,7 @@ class LeaderOptions:
         return replace(self, speculative_config=None, spec_decode_algo=algorithm, drafters=replace(flags, **named))
 
     def fitting(self) -> "LeaderOptions":
-        """`ModelOptions.fitting`, where no draft model has its engine made by these flags either."""
+        """`ModelOptions.fitting`, unless a draft model's engine is made by these flags."""
         if self._draft_models:
             return self
         models = self.models.fitting()
@@ -151,8 +155,8 @@ class LeaderOptions:
         return [Path(model) for model in (self.model_dir, *self._draft_models) if model]
 
     def flags(self, engine_dir: Path | None, options: SpeculationOptions, *, answers_many: bool = False) -> LeaderFlags:
-        """Drafting flags. UsageError for flags of orchestrator mode, for a model and an engine in one place, or for
-        settings of an engine that is not to be built. `answers_many` as for `LeaderFlags`.
+        """Drafting flags. UsageError for flags of orchestrator mode, for both a model and an engine in one place, or
+        for settings of a build if no engine is built. `answers_many` as in `LeaderFlags`.
         """
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
         self.engines.check()
@@ -174,7 +178,9 @@ class LeaderOptions:
         )
 
     def _assumed_algorithm(self, options: SpeculationOptions) -> str | None:
-        """The drafter that alone takes a flag: TensorRT-LLM's README gives an n-gram's size without an algorithm."""
+        """The drafter that the flags imply: the only one that takes a flag that is given. TensorRT-LLM's README gives
+        an n-gram's size without an algorithm.
+        """
         users = {flag: users_of(flag) for flag in self._given}
         own = {flag: specs[0].description.algorithm for flag, specs in users.items() if len(specs) == 1}
         if len({*own.values()}) != 1 or options.drafters is not None or chooses_drafter(options.flags):
@@ -190,7 +196,7 @@ def _refuse_both(flag: str, model: str | None, engine_flag: str, engine: Path | 
 
 
 def _refuse_settings(*groups: ModelEngineOptions | DraftOutputOptions) -> None:
-    """UsageError for settings of an engine where none is made of a model."""
+    """UsageError for settings of a build, if no engine is made from a model."""
     for flag, value in [one for group in groups for one in given_flags(group).items()]:
         raise UsageError(
             f"`{flag}` is for engines made of `--model-dir`" + (f": {value}" if value is not True else ""),

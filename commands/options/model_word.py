@@ -31,7 +31,7 @@ _PATH = re.compile(r"(~|\.\.?)?/\S*")
 _FILES = (".jsonl", ".json")
 _ONE_WORD = re.compile(r"[A-Za-z0-9][\w.:@-]*")
 _NEAR = 0.75
-"""Share of letters that a slip has in common with a name: those of `dmeo` and `demo`, and not of `done` and `demo`."""
+"""Least similarity of a misspelt name and a model's name: `dmeo` is as near to `demo`, and `done` is not."""
 
 
 def is_surely_model(word: str) -> bool:
@@ -41,9 +41,9 @@ def is_surely_model(word: str) -> bool:
 
 
 def may_be_model(word: str, *, is_answered: bool) -> bool:
-    """True for a word of `run` that is no prompt, where no flag names a model: a model, a directory, a path such as
-    `./model`, a GGUF file's name, a hub id such as `Qwen/Qwen3-0.6B`; and a single word, such as `llama3`, unless
-    there is another model or engine that answers it.
+    """True if a word of `run` names a model and is no prompt, where no flag names a model. Such a word is a model, a
+    directory, a path such as `./model`, a GGUF file's name, or a hub id such as `Qwen/Qwen3-0.6B`. A single word such
+    as `llama3` counts too, unless another model or engine is there to answer it.
     """
     path = _path(word)
     if path is None:
@@ -56,8 +56,8 @@ def may_be_model(word: str, *, is_answered: bool) -> bool:
 
 
 def near_model(word: str) -> str | None:
-    """A model's name that `word` may be a slip of, such as `demo` for `dmeo`: a shipped name, a name in `specdec list`,
-    or a model or an engine in the working directory.
+    """A model's name that `word` is nearly spelt like, such as `demo` for `dmeo`: a shipped name, a name in `specdec
+    list`, or a model or an engine in the working directory.
     """
     word = word.removesuffix("/")
     place, slash, name = word.rpartition("/")
@@ -73,10 +73,10 @@ def near_model(word: str) -> str | None:
 
 
 def model_among(files: list[str], *, has_flag: bool) -> tuple[str | None, list[str]]:
-    """(model, files) of words that name files, among them perhaps a model or an engine: `receipts.jsonl demo`.
-
-    It is a word that is surely one; or where no flag names one (`has_flag`) the last of several that may be one and is
-    no file here, nor called so: `Qwen/Qwen3-0.6B`, and not `old.jsonl`.
+    """(model, files) from words that name files and perhaps a model or an engine: `receipts.jsonl demo`. The model is a
+    word that surely names one. If there is none, and no flag names a model (`has_flag`), it is the last of several
+    words that may name a model and that is neither a file here nor called like one: `Qwen/Qwen3-0.6B`, but not
+    `old.jsonl`.
     """
     model = next((word for word in files if is_surely_model(word)), None)
     last = files[-1] if len(files) > 1 and not has_flag else None
@@ -89,8 +89,8 @@ def model_among(files: list[str], *, has_flag: bool) -> tuple[str | None, list[s
 
 
 def named_by(word: str, model_dir: str | None, engine_dir: Path | None) -> tuple[str | None, Path | None]:
-    """(model, engine), where the command's first word is one of the two. UsageError if a flag names another one; what a
-    variable or a file names gives way.
+    """(model, engine): the command's first word as either of the two. UsageError if a flag names another model or
+    engine; a name from a variable or a file gives way to the word.
     """
     path = _path(word)
     is_engine = path is not None and not is_shipped(word) and is_engine_dir(path)
@@ -102,7 +102,7 @@ def named_by(word: str, model_dir: str | None, engine_dir: Path | None) -> tuple
 
 
 def _path(word: str) -> Path | None:
-    """None for what is no path, such as a prompt of many lines."""
+    """The word as a path; None if it cannot be a path, such as a prompt of many lines."""
     try:
         path = Path(word).expanduser()
         path.exists()

@@ -1,4 +1,4 @@
-"""Parameters of commands as Typer has them: which flags there are, and their variables."""
+"""Parameters of commands as Typer has them: all flags, and their variables."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ def options_of(command: Any) -> dict[str, Any]:
 
 
 def variables_of(param: Any) -> list[str]:
-    """Variables of a flag, of which the first one holds that is set."""
+    """Variables of a flag; the first that is set holds."""
     own = [param.envvar] if isinstance(param.envvar, str) else [*(param.envvar or ())]
     is_flag = param.param_type_name == "option" and param.allow_from_autoenv
     return list(dict.fromkeys([*own, *([f"{PREFIX}_{param.name.upper()}"] if is_flag else [])]))

@@ -1,4 +1,4 @@
-"""The flags of generation that `run`, `chat` and `summarize` share: sampling, and what ends an output."""
+"""Flags of generation that `run`, `chat` and `summarize` share: sampling, and the conditions that end an output."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from runtime.util.reading import read_utf8
 
 @dataclass(frozen=True)
 class FormOptions:
-    """Form of an output: one of these, or none."""
+    """Form of an output: at most one of these flags may be given."""
 
     json_schema: Annotated[
         str | None, option(SAMPLING, "JSON schema that each output is valid by.", metavar="FILE|TEXT")
@@ -50,7 +50,9 @@ class FormOptions:
 
 
 def _flag_of(name: str) -> tuple[str, Any, Any]:
-    """Field of `SamplingOptions`: its name, its type with the flag, and its default, None unless the help shows it."""
+    """A field of `SamplingOptions`: its name, its type with the flag, and its default, which is None unless the help
+    shows a default.
+    """
     hint, described = FIELDS[name]
     assert described.flag is not None
     (kind,) = (one for one in get_args(hint) or (hint,) if one is not NoneType)
@@ -74,13 +76,13 @@ else:
 
 @dataclass(frozen=True)
 class SamplingOptions(_ParamFlags):
-    """The flags of `SamplingParams` (`RequestField.flag`); None where nothing was given. The seed is the command's."""
+    """The flags of `SamplingParams` (`RequestField.flag`); None if not given. The seed is the command's own flag."""
 
     form: FormOptions = field(default_factory=FormOptions)
 
     def for_chat(self, defaults: Mapping[str, Any]) -> "SamplingOptions":
-        """Parameters for a chat, with the model's own values where none are given, unless greedy was asked for, or the
-        model is greedy.
+        """Sampling parameters for a chat. If no flag is given, the model's own values hold, unless greedy was asked
+        for, or the model's values are greedy.
         """
         given = {name for name in _FLAGS if FIELDS[name][1].greedy_ignores and getattr(self, name) is not None}
         if self.temperature == 0 or self.top_k == 1 or (given and defaults.get("temperature") == 0):
@@ -88,10 +90,10 @@ class SamplingOptions(_ParamFlags):
         return replace(self, **{name: value for name, value in defaults.items() if name not in given})
 
     def params(self, **others: Any) -> SamplingParams:
-        """The parameters as given, and `others`, which are the command's. UsageError for one that is out of range.
+        """The sampling parameters that are given, and `others`, which the command adds. UsageError for a value out of
+        range.
 
-        Without `--top-k` TensorRT-LLM is greedy, whatever temperature it is given. Here, to give one is to ask for
-        samples.
+        TensorRT-LLM without `--top-k` is greedy, whatever the temperature. Here a temperature alone asks for samples.
         """
         asks_to_sample = self.temperature is not None or self.top_p is not None or bool(self.min_p)
         top_k = (0 if asks_to_sample else 1) if self.top_k is None else self.top_k
@@ -105,7 +107,7 @@ class SamplingOptions(_ParamFlags):
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Sampling and ends of outputs; beams and Python sessions are TensorRT-LLM's, and refused."""
+    """Sampling, and the ends of outputs. Flags for beams and Python sessions are TensorRT-LLM's, and refused."""
 
     end_id: EndId = None
     stop_words: Annotated[list[str] | None, option(RUNTIME, "Text that ends an output; repeatable.", shown="none")] = (
@@ -117,7 +119,7 @@ class GenerationOptions:
     use_py_session: Annotated[bool, typer.Option("--use-py-session", hidden=True)] = False
 
     def check(self) -> None:
-        """UsageError for what specdec cannot do."""
+        """UsageError for flags that ask for something that specdec cannot do."""
         if self.num_beams != 1:
             raise UsageError(f"beam search is not supported: `--num-beams {self.num_beams}`", hint="leave the flag out")
         if self.use_py_session:

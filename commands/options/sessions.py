@@ -1,4 +1,4 @@
-"""Engines and sessions of what the command line chose, and the check of their outputs."""
+"""Opening of the engines and sessions that the command line chose, and the lossless check of their outputs."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -43,14 +43,16 @@ def open_setup(choice: EngineChoice) -> Iterator[Setup]:
 
 @contextmanager
 def open_setup_of_models(choice: EngineChoice, output: Output) -> Iterator[Setup]:
-    """`open_setup`, with engines made of the models that are given in the place of engines."""
+    """`open_setup`, after engines are made from the models that are given in place of engines."""
     with engines_made(choice, output) as made, open_setup(made) as setup:
         yield setup
 
 
 @contextmanager
 def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]:
-    """The choice with an engine in the place of each model that it names, built with a display of what is done."""
+    """The choice with an engine in place of each model that it names. Engines that are missing are built, with a
+    display of progress.
+    """
     built_for, speculation = choice.built_for, choice.speculation
     with ExitStack() as stack:
 
@@ -81,7 +83,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
 
 
 def _say_where_the_model_has_more_room(config: EngineConfig) -> None:
-    """Note that an engine takes fewer tokens than its model, where nobody asked for that."""
+    """Note that an engine takes fewer tokens than its model, if the user did not ask for that limit."""
     pretrained = config.pretrained_config
     positions = pretrained.get("max_position_embeddings") or pretrained.get("text_config", {}).get(
         "max_position_embeddings"
@@ -93,7 +95,7 @@ def _say_where_the_model_has_more_room(config: EngineConfig) -> None:
 
 @contextmanager
 def token_progress(description: str, requests: Seq[Request], output: Output) -> Iterator[OnTokens]:
-    """Progress of requests that are answered: by tokens, up to the most that they may have."""
+    """Progress of requests that are answered, counted in tokens up to the most tokens that they may have."""
     with output.progress(description, sum(request.max_new_tokens for request in requests)) as advance:
 
         def on_tokens(sequence: Sequence, new_tokens: list[int]) -> None:
@@ -107,6 +109,6 @@ def token_progress(description: str, requests: Seq[Request], output: Output) -> 
 def lossless_check(
     session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence], output: Output
 ) -> LosslessCheck:
-    """The outputs compared with those without a drafter, for the document's `checks`."""
+    """Compare the outputs with outputs without a drafter; returns the check for the document's `checks`."""
     with output.progress("lossless check", NUM_PREFIXES) as advance:
         return check_outputs(session, sequences, without_drafter, advance)

@@ -1,4 +1,4 @@
-"""Settings: values of flags from variables and files, which hold where the command line says nothing.
+"""Settings: values of flags from variables and files, which hold for flags that the command line does not give.
 
 The flag `--max-seq-len` is also the variable SPECDEC_MAX_SEQ_LEN, and the key `max_seq_len` of a YAML file: of the file
 that `--config` names, or of `~/.config/specdec/config.yaml`. The order is: flag, variable, named file, home file. Typer
@@ -28,12 +28,12 @@ VARIABLES = {
     "SPECDEC_CACHE_SIZE": "most bytes that engines may take: 50G",
     "SPECDEC_DEBUG": "1 shows tracebacks, as `specdec --debug`",
 }
-"""Variables of specdec's that are no flag's, and what they are."""
+"""Variables of specdec that set no flag, with their meaning."""
 _OF_SCRIPTS = re.compile(r"SPECDEC_(TEST_\w+|WALK_DIR|REAL_DIR|REPLICAS|\w+_PYTHON)")
 _OF_KUBERNETES = re.compile(r"SPECDEC_(SERVICE_\w+|PORT_\d+_\w+)")
 """Variables that Kubernetes sets for a service of the name `specdec`."""
 _WORDS = frozenset({"true", "false", "auto", "none", "off"})
-"""Values that say nothing of the flag they are for."""
+"""Values that do not show which flag they belong to, such as `true`."""
 _MODELS = frozenset({"model_dir", "engine_dir"})
 _LISTS = frozenset(spec.description.flag for spec in DRAFTERS.values())
 _CHOOSERS = frozenset({"spec_decode_algo", "speculative_config", "profile", "drafters"}) | _LISTS
@@ -49,11 +49,13 @@ class Origin:
     text: str
     """Such as `the variable SPECDEC_PORT`, or `prod.yaml, line 3`."""
     level: int
-    """1 for a variable, 2 for a file that is named, 3 for the home file: the lower one holds."""
+    """Rank of the origin: 1 for a variable, 2 for a file that is named, 3 for the home file. The lower rank holds."""
 
     @property
     def is_ambient(self) -> bool:
-        """True for what is there for all commands, and was not given for this one."""
+        """True for a variable or the home file, which hold for all commands and were not given for this
+        command alone.
+        """
         return self.level != _NAMED
 
 
@@ -62,14 +64,15 @@ _ON_LINE, _IN_VARIABLE, _NAMED, _AT_HOME = range(4)
 
 @dataclass(frozen=True)
 class Held:
-    """Value of a flag by a variable or a file."""
+    """Value that a variable or a file gives to a flag."""
 
     value: Any
     origin: Origin
 
 
 ORIGINS: ContextVar[Mapping[str, Held] | None] = ContextVar("origins", default=None)
-"""Flags of the command at hand that have their value from a variable or a file, by their Python names."""
+"""Origins of the flags of the current command whose values come from a variable or a file, by the flags' Python names.
+"""
 
 
 def is_setting(name: str) -> bool:
@@ -78,14 +81,14 @@ def is_setting(name: str) -> bool:
 
 
 def without_ambient(group: Any) -> Any:
-    """A group of options without the values of variables and the home file, which are there for other commands too."""
+    """A group of options without the values from variables and the home file, which hold for other commands too."""
     held = ORIGINS.get() or {}
     named = [field for field in fields(group) if field.name in held and held[field.name].origin.is_ambient]
     return replace(group, **{field.name: field.default for field in named}) if named else group
 
 
 def told_origin(message: str) -> str:
-    """The message of an error with the places that values in it come from, if they are not of the command line."""
+    """The message of an error, in which each value from a variable or a file is followed by its origin."""
     held = ORIGINS.get() or {}
     about = [one for name, one in held.items() if _names(message, name)]
     about = about or [one for one in held.values() if _quotes(message, one.value)]
@@ -104,12 +107,14 @@ def _quotes(message: str, value: Any) -> bool:
 
 
 def home_file() -> Path:
-    """The user's own file of settings, which need not be there."""
+    """Path of the user's own file of settings, which may be missing."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "specdec" / "config.yaml"
 
 
 class Defaults(dict[str, Any]):
-    """A context's `default_map`: values of the files, which are read when the first flag asks that was not given."""
+    """A context's `default_map`: values from files. They are read when Typer first asks for a flag that
+    was not given.
+    """
 
     def __init__(self, context: Any) -> None:
         super().__init__()
@@ -118,7 +123,7 @@ class Defaults(dict[str, Any]):
 
     @property
     def held(self) -> dict[str, Held]:
-        """Settings that files give the command, by the flags' Python names. The errors of `read_settings`."""
+        """Settings that files give the command, by the flags' Python names. Raises the errors of `read_settings`."""
         if self._held is None:
             self._held = {}
             named = self.context.params.get("config")
@@ -132,7 +137,7 @@ class Defaults(dict[str, Any]):
         return self._held
 
     def _in_other_spellings(self) -> Iterator[tuple[str, Held]]:
-        """Values of variables that are named by another spelling of a flag: SPECDEC_MAX_MODEL_LEN, SPECDEC_SEED."""
+        """Values of variables that are named by another spelling of a flag, such as SPECDEC_MAX_MODEL_LEN."""
         for param in self.context.command.params:
             for variable in _other_variables(param, self.context.info_name):
                 if text := os.environ.get(variable):
@@ -140,13 +145,13 @@ class Defaults(dict[str, Any]):
                     yield param.name, Held(value, Origin(f"the variable {variable}", _IN_VARIABLE))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a flag; None where the files have none."""
+        """The value of a flag; None if the files do not set it."""
         held = None if name in NOT_IN_FILES else self.held.get(name)
         return default if held is None else held.value
 
 
 def begin(context: Any) -> None:
-    """Have variables and files give the values that the command line does not."""
+    """Let variables and files supply the values that the command line does not give."""
     ORIGINS.set(None)
     context.default_map = Defaults(context)
     for param in context.command.params:
@@ -154,7 +159,7 @@ def begin(context: Any) -> None:
 
 
 def origin_of(context: Any, name: str) -> Held | None:
-    """Origin of a flag's value; None for the command line and for the default."""
+    """Origin of a flag's value; None if it is from the command line or the default."""
     source = getattr(context.get_parameter_source(name), "name", "")
     if source == "DEFAULT_MAP":
         return context.default_map.held[name]  # type: ignore[no-any-return]
@@ -172,8 +177,9 @@ def trace(context: Any) -> None:
 
 
 def settle(context: Any) -> None:
-    """Once all values are known: what the stronger place says of models and of drafting is not mixed with the weaker's,
-    and the origins of values are kept for messages.
+    """Settle the values once all are known. Models and drafting are taken from the strongest place that sets them
+    (flag, variable, named file, home file), and values of weaker places are dropped. Origins of values are kept for
+    messages.
     """
     held = {name: one for name in context.params if (one := origin_of(context, name)) is not None}
     given = {name for name in context.params if _source(context, name) == "COMMANDLINE"}
@@ -190,8 +196,8 @@ def settle(context: Any) -> None:
 
 
 def settings_of(parent: Any, name: str, command: Any) -> tuple[Any, Mapping[str, Held]]:
-    """(context, settings) of a command, as if it were called without flags: what variables, and the files that the
-    context `parent` has, hold for it. The context has the values of its flags, by their Python names.
+    """(context, settings) of a command as if it were called without flags. `settings` are the values that variables and
+    the files of the context `parent` give it; the context holds the values of its flags, by their Python names.
     """
     own = ORIGINS.get()
     context = command.context_class(
@@ -225,13 +231,15 @@ def _source(context: Any, name: str) -> str:
 
 
 def _weaker(levels: Mapping[str, int], choosers: Collection[str], group: Collection[str]) -> list[str]:
-    """The flags of the group that come from a weaker place than the strongest that chooses."""
+    """The flags of the group whose values come from a weaker place than the strongest place that sets one of
+    `choosers`.
+    """
     strongest = min((level for name, level in levels.items() if name in choosers), default=_AT_HOME)
     return [name for name, level in levels.items() if name in group and level > strongest]
 
 
 def _weaker_profile(levels: Mapping[str, int]) -> list[str]:
-    """The profile, where a stronger place says anything of drafting."""
+    """The profile, if a stronger place sets anything about drafting."""
     strongest = min((level for name, level in levels.items() if name in _DRAFTING), default=_AT_HOME)
     return ["profile"] if levels.get("profile", strongest) > strongest else []
 
@@ -242,7 +250,7 @@ def _reset(context: Any, name: str) -> None:
 
 
 def _tell_unknown_variables(context: Any) -> None:
-    """Warn of variables that no flag of any command has, once."""
+    """Warn once of variables that match no flag of any command."""
     given = {name for name, value in os.environ.items() if name.startswith(f"{PREFIX}_") and value} - VARIABLES.keys()
     given = {name for name in given if not _is_of_others(name)}
     _check_spelled_once(given)

@@ -8,7 +8,7 @@
       port: 8001
 
 A key may be written as any spelling of the flag. Keys in a command's section hold for that command alone, before the
-others. A value is read as its text on the command line would be, so that `no` and `1e-3` are what they look like.
+others. A value is read like text on the command line: `no` stays the word "no", and `1e-3` is a number.
 """
 
 import json
@@ -36,18 +36,17 @@ _OF_YAML = "tag:yaml.org,2002:"
 
 @dataclass(frozen=True)
 class Setting:
-    """Value of a flag, as the command line would have it (a list for a repeatable flag), and its place in the file."""
+    """Value of a flag in the form of the command line (a list for a repeatable flag), and its line in the file."""
 
     value: Any
     place: str
     key: str
-    """Name that the file has, perhaps in another spelling."""
+    """Name of the flag as the file spells it."""
 
 
 def read_settings(path: Path, command: Any, commands: Mapping[str, Any]) -> dict[str, Setting]:
-    """The settings of a file for a command, by the Python names of its flags.
-
-    UsageError, with the line, for what is no YAML, a key that no command has, or one that is there twice.
+    """The settings of a file for a command, by the Python names of its flags. UsageError, with the line, for text that
+    is not YAML, a key that no command has, or a key that stands there twice.
     """
     if path.is_dir():
         raise UsageError(f"a file of settings is a directory: {path}", hint="name the file in it")
@@ -70,7 +69,7 @@ def read_settings(path: Path, command: Any, commands: Mapping[str, Any]) -> dict
 
 
 def _slug(name: str) -> str:
-    """`KV cache` as `kv_cache`."""
+    """Title of a group as a key: `kv_cache` for `KV cache`."""
     return re.sub(r"\W*\(.*|\W+", "_", name).strip("_").lower()
 
 
@@ -85,7 +84,7 @@ class _Reader:
     own: dict[str, Setting] = field(default_factory=dict)
     """Settings in the command's own section."""
     merged: set[int] = field(default_factory=set)
-    """Identities of the mappings that others take in, by `<<: *base`."""
+    """Identities of the mappings that other mappings merge by `<<: *base`."""
 
     def read(self, root: yaml.Node) -> dict[str, Setting]:
         if not isinstance(root, yaml.MappingNode):
@@ -97,21 +96,23 @@ class _Reader:
         return _slug(name) in _GROUPS or self._command_named(name) is not None or self._is_flag(name, command)
 
     def _taken_in(self, mapping: yaml.MappingNode) -> Iterator[yaml.MappingNode]:
-        """The mappings that stand behind `<<`, the first of which holds. UsageError for what is no mapping."""
+        """The mappings that stand behind `<<`; where several have a key, the first one's value holds. UsageError for a
+        value that is no mapping.
+        """
         for key, value in mapping.value:
             if key.tag != f"{_OF_YAML}merge":
                 continue
             for one in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                 if not isinstance(one, yaml.MappingNode):
-                    raise UsageError(f"`<<` takes in what is no mapping: {self.place(key)}", hint="`<<: *base`")
+                    raise UsageError(f"`<<` merges a value that is no mapping: {self.place(key)}", hint="`<<: *base`")
                 yield one
 
     def place(self, node: yaml.Node) -> str:
         return f"{self.path}, line {node.start_mark.line + 1}"
 
     def _settings(self, mapping: yaml.MappingNode, command: Any, *, is_own: bool) -> dict[str, Setting]:
-        """Settings of a mapping at the beginning, in a group or, if it `is_own`, in the command's own section, where
-        flags of other commands mean nothing.
+        """Settings in a mapping: at the top of the file, in a group or, if `is_own`, in the command's own section,
+        where flags of other commands are not allowed.
         """
         found: dict[str, Setting] = {}
         for key, value in self._pairs(mapping):
@@ -145,7 +146,7 @@ class _Reader:
         return found
 
     def _command_named(self, name: str) -> Any:
-        """The command whose settings are in a section of this name; None for another name."""
+        """The command that a section of this name belongs to; None for another name."""
         return self.commands.get(_slug(name)) or self.commands.get(_slug(name).replace("_", " "))
 
     def _is_flag(self, name: str, command: Any) -> bool:
@@ -178,7 +179,9 @@ class _Reader:
         return normalize_name(name, command.name.replace("-", "_") if command.name else "")
 
     def _flag(self, key: yaml.ScalarNode, node: yaml.Node, command: Any, *, is_own: bool) -> dict[str, Setting]:
-        """`{name: setting}` for a flag of this command; `{}` for another command's, for null, or without effect."""
+        """`{name: setting}` for a flag of this command; `{}` for another command's flag, for null, or for a flag
+        without effect.
+        """
         options = options_of(command)
         name = self._normalized(key.value, command)
         if name in options and _is_null(node):
@@ -193,19 +196,19 @@ class _Reader:
         return {}
 
     def _is_of_another(self, key: str, name: str) -> bool:
-        """True for a flag of another command: by its own name there, where the name means something else here."""
+        """True if the key is a flag of another command. Its name may mean something else in this command."""
         others = [(other, options_of(other)) for other in self.commands.values()]
         if name in ANSWERS or name in WITHOUT_EFFECT:
             return any(key.replace("_", "-") in options for _, options in others)
         return any(self._normalized(key, other) in options for other, options in others)
 
     def _check_foreign(self, key: yaml.ScalarNode, name: str, node: yaml.Node, command: Any) -> None:
-        """UsageError for a key that no command has, unless it has no effect here, as in other programs' files."""
+        """UsageError for a key that no command has, unless it is a flag of another program that has no effect here."""
         options = options_of(command)
         if name == "config":
             raise UsageError(f"a file of settings cannot name another: {self.place(key)}", hint="leave the line out")
         if (name in ANSWERS or name in WITHOUT_EFFECT) and (_is_null(node) or _plain(node) is False):
-            return  # what is off needs no answer
+            return  # a setting that is off needs no answer
         flags = Flags(command.name or "", frozenset(options), frozenset(), frozenset())
         try:
             kept = without_foreign([f"--{name}={_text(node)}"], flags)
@@ -260,7 +263,9 @@ def _value(param: Any, node: yaml.Node) -> Any:
 
 
 def _text(node: yaml.Node) -> str:
-    """A value as it is written on the command line: a list with commas, `10,2,[0]`, and True or False within one."""
+    """A value as it is written on the command line: a list has commas, as in `10,2,[0]`, and truth values in a list are
+    True or False.
+    """
     if isinstance(node, yaml.SequenceNode):
         return ",".join(_item(item) for item in node.value)
     return json.dumps(_plain(node), default=str) if isinstance(node, yaml.MappingNode) else str(node.value)
@@ -273,7 +278,7 @@ def _item(node: yaml.Node) -> str:
 
 
 def _plain(node: yaml.Node) -> Any:
-    """The node as Python has it. SpecDecError for a tag that is not YAML's own."""
+    """The node as Python values. SpecDecError for a tag that YAML itself does not define."""
     try:
         return yaml.SafeLoader("").construct_document(node)
     except yaml.YAMLError as error:

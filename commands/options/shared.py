@@ -24,7 +24,7 @@ COMMON = frozenset(
         "output_file", "ray", "num_workers", "traces", "output",
     }
 )  # fmt: skip
-"""Arguments and flags that `--help` shows for a command with many; `--help-all` shows all."""
+"""Arguments and flags that the short `--help` of a command with many flags shows; `--help-all` shows all."""
 
 
 InputFile = Annotated[Path | None, option(INPUT, "Prompts in a file, as `run` takes it.")]
@@ -100,7 +100,9 @@ USUAL_CHECKPOINT, USUAL_ENGINE = "checkpoint", "engine_outputs"
 
 
 def check_has_more_bits(quantization: Quantization | None) -> None:
-    """UsageError unless the weights are integers whose inputs have more than 8 bits: for `--compare-activations`."""
+    """UsageError for `--compare-activations`, unless the weights are integers and their inputs have more
+    than 8 bits.
+    """
     command = current_command()
     takes_model = command is not None and "quantization" in command.flags
     if quantization is None or quantization.quant_algo is None or quantization.quant_algo.startswith("FP8"):
@@ -110,14 +112,15 @@ def check_has_more_bits(quantization: Quantization | None) -> None:
         )
     if quantization.activations == "int8":
         raise UsageError(
-            "`--compare-activations` compares more bits with 8, and the activations have 8 bits already: int8",
+            "`--compare-activations` compares activations of 16 bits or more with 8 bits, and these have 8 already: "
+            "int8",
             hint=f"`{'' if takes_model else 'specdec convert '}--activations int16` has more; or leave the flag out",
         )
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Ray's workers."""
+    """Flags for Ray's workers."""
 
     ray: Annotated[
         str | None,
@@ -148,7 +151,7 @@ class ClusterOptions:
     ] = False
 
     def check(self) -> None:
-        """UsageError for what needs Ray, without it; SpecDecError if it is not installed."""
+        """UsageError for a flag of Ray's workers without Ray; SpecDecError if Ray is not installed."""
         if self.ray is None:
             flags = {
                 "--num-workers": self.num_workers,
@@ -170,5 +173,5 @@ class ClusterOptions:
 
 
 def end_id_params(end_id: int | None) -> dict[str, Any]:
-    """Meaning of `--end-id` for `SamplingParams`: only this id ends an output; without it the model's own do."""
+    """`SamplingParams` for `--end-id`: only this id ends an output. Without the flag the model's own end ids do."""
     return {} if end_id is None else {"stop_token_ids": [end_id], "ignore_eos": True}

@@ -19,12 +19,13 @@ from runtime.util.words import word_among
 
 _NO_PROFILE = Path("off")
 _AUTO = "AUTO"
-"""Suffix matching, old answers where many requests are answered, n-gram lookup where a flag of its own is given, and
-the models that are given."""
+"""The drafters of AUTO: suffix matching; old answers, if many requests are answered; n-gram lookup, if one of its flags
+is given; and the models that are given.
+"""
 
 
 def algorithms() -> dict[str, str]:
-    """Names of drafters by those of leader mode."""
+    """Names of drafters by the algorithms' names in leader mode."""
     return {spec.description.algorithm: name for name, spec in DRAFTERS.items() if spec.description.algorithm}
 
 
@@ -78,12 +79,12 @@ Drafters = Annotated[
 
 
 _SPOKEN_AS_VOWELS = "AEFHILMNORSX"
-"""Letters whose names begin with a vowel, as those of `MTP` do."""
+"""Letters whose spoken names begin with a vowel, as M does: `an MTP head`."""
 
 
 @dataclass(frozen=True)
 class LeaderFlags:
-    """Drafting settings among leader mode's flags, by their Python names; those that are not given are left out."""
+    """Drafting settings among leader mode's flags, by their Python names; flags that are not given are left out."""
 
     values: Mapping[str, Any]
     algorithm: str | None = None
@@ -94,7 +95,7 @@ class LeaderFlags:
     answers_many: bool = False
     """True for commands that answer many requests, some of which may come again."""
     has_algorithms: bool = True
-    """False of a command that has no `--spec-decode-algo`."""
+    """False for a command that has no `--spec-decode-algo`."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,9 @@ class SpeculationOptions:
         return [path for path in given if isinstance(path, Path)]
 
     def find_profile(self, leader_flags: Iterable[str], model_dir: str | None) -> Path | None:
-        """The profile that says how to draft: the one that is given, or the model's default where nothing is given.
-
-        UsageError for `--profile` beside a flag that chooses a drafter; `leader_flags` are the flags of leader mode.
+        """The profile that says how to draft: the profile that is given, or the model's default profile if no drafting
+        flag is given. UsageError for `--profile` beside a flag that chooses a drafter; `leader_flags` are the flags of
+        leader mode.
         """
         given = [*given_flags(replace(self, profile=None)), *leader_flags]
         if self.profile is not None and self.profile != _NO_PROFILE:
@@ -147,12 +148,14 @@ class SpeculationOptions:
         return _saved_profile(model_dir)
 
     def resolve(self, leader: LeaderFlags | None = None) -> tuple[Speculation, Devices]:
-        """Resolve by these flags, and those of leader mode where they count; not by the profile."""
+        """The `Speculation` that these flags describe, together with leader mode's flags if `leader` is given; a
+        profile is not read.
+        """
         return speculation_from_flags(given_flags(self.flags), self.drafters, self.draft_len_mode, leader)
 
 
 def _saved_profile(model_dir: str) -> Path | None:
-    """The model's default profile, which is said; None where there is none, or it cannot be used."""
+    """The model's default profile, and a note that it is used; None if there is none, or it cannot be used."""
     from runtime.builder.profile import find_saved_profile, profile_for_model
 
     path = find_saved_profile(model_dir)
@@ -171,10 +174,10 @@ def _saved_profile(model_dir: str) -> Path | None:
 def speculation_from_flags(
     given: Mapping[str, Any], drafters: str | None, draft_len_mode: DraftLenMode | None, leader: LeaderFlags | None
 ) -> tuple[Speculation, Devices]:
-    """The drafters that flags ask for, `given` as `{"--ngram-config": "[10,2,[0]]"}`, and the target's devices.
-
-    `leader` None: as TensorRT-LLM's orchestrator mode (V1) has it, where each drafter needs its own flag. UsageError
-    for several drafters without an order, two spellings of one, or half of one.
+    """The drafters that flags ask for, and the target's devices. `given` is such as `{"--ngram-config": "[10,2,[0]]"}`.
+    With `leader` None the flags are read as in TensorRT-LLM's orchestrator mode (V1), where each drafter needs its own
+    flag. UsageError for several drafters without an order, for a drafter in two spellings, or if half of a drafter's
+    flags are missing.
     """
     lists = {
         name: spec.description.form.parse(given[flag], flag)
@@ -196,7 +199,9 @@ def speculation_from_flags(
 
 @dataclass(frozen=True)
 class _Flags:
-    """The flags of one command line, by their Python names. `lists` has what V1's lists gave, by drafters' names."""
+    """The flags of a command line, by their Python names. `lists` has the settings from V1's lists, by drafters'
+    names.
+    """
 
     given: Mapping[str, Any]
     lists: Mapping[str, Parsed]
@@ -205,12 +210,12 @@ class _Flags:
     """Value of `--drafters`."""
 
     def _chosen_by(self, spec: type[DrafterSpec]) -> str:
-        """Flag that chooses the drafter beside those that are given."""
+        """Flag that chooses the drafter, if it is among the given flags."""
         named = self.drafters is not None or (self.leader is not None and not self.leader.has_algorithms)
         return f"--drafters {spec.description.name}" if named else algorithm_flag(spec)
 
     def drafter_names(self) -> list[str]:
-        """The drafters to use: the one that is given, or those that `--drafters` names, which may be more."""
+        """Names of the drafters to use: the drafter that a flag chooses, or all that `--drafters` names."""
         algorithm, drafters = self._algorithm() if self.leader else None, self.drafters
         if algorithm is not None and drafters is not None:
             raise UsageError(
@@ -237,7 +242,7 @@ class _Flags:
         return parse_algorithm(self.leader.algorithm)
 
     def _all(self) -> list[str]:
-        """The drafters that are given, in leader mode or else a lookup; the models that are given."""
+        """The names of all drafters that are given. In leader mode AUTO's lookups are used if no lookup is given."""
         if self.leader is None:
             names = {*self.lists}
         else:
@@ -259,7 +264,7 @@ class _Flags:
         return [name for name in DRAFTERS if name in names]
 
     def _has_own_flag(self, spec: type[DrafterSpec]) -> bool:
-        """True if a flag is given that no other drafter takes, of a lookup."""
+        """True if a flag is given that only this lookup takes."""
         values = {**(self.leader.values if self.leader else {}), **self.given}
         return spec.is_lookup and any([spec] == users_of(flag) for flag in values)
 
@@ -277,8 +282,8 @@ class _Flags:
         return value if value is not None or not self.leader else self.leader.values.get(setting.leader_flag or "")
 
     def _model_of(self, spec: type[DrafterSpec], setting: Setting, names: Collection[str]) -> Any:
-        """Value of a setting that names a model: of a drafter that lies in one the target's own, unless a model is
-        named that none of the other drafters reads.
+        """Value of a setting that names a model. For a drafter inside a model it is the target, unless a flag names a
+        model that no other chosen drafter reads.
         """
         value = self._own_value(setting)
         own = None if self.leader is None else self.leader.model_dir
@@ -287,7 +292,7 @@ class _Flags:
         return own if spec.is_in_model(own) and is_others and not spec.is_in_model(value) else value
 
     def spec_of(self, spec: type[DrafterSpec], names: Collection[str]) -> DrafterSpec:
-        """One of the drafters `names`, with the settings of its list, and those that other flags give."""
+        """A drafter of `names`, with the settings from its list, and the settings that other flags give."""
         described, own = spec.description, self.lists.get(spec.description.name)
         if own is None and (self.leader is None or described.algorithm is None):
             raise UsageError(
@@ -308,7 +313,9 @@ class _Flags:
         return spec(**values)
 
     def _leader_default(self, setting: Setting) -> int | None:
-        """Drafts that are cut to what pays may be long; others are as long as TensorRT-LLM's."""
+        """Default of a setting in leader mode. Drafts that are cut to the length that pays may be long; other drafts
+        are as long as TensorRT-LLM's.
+        """
         assert self.leader is not None
         longest = setting.leader_default
         if longest is None or self.leader.sends_what_pays:
@@ -334,7 +341,9 @@ class _Flags:
         )
 
     def check_used(self, names: Collection[str]) -> None:
-        """UsageError for a flag that no drafter takes, or for a number that a drafter's list says too."""
+        """UsageError for a flag that none of the chosen drafters takes, or that gives a number which a drafter's list
+        gives too.
+        """
         for flag, value in self.given.items():
             self._check_is_taken(flag, value, [user for user in users_of(flag) if user.description.name in names])
         for flag, value in {} if self.leader is None else self.leader.values.items():
@@ -358,7 +367,7 @@ class _Flags:
         )
 
     def _list_says(self, spec: type[DrafterSpec], flag: str) -> bool:
-        """True if the drafter's own flag is given with the value of this flag of leader mode."""
+        """True if the list of the drafter's own flag gives the same value as this flag of leader mode."""
         own = self.lists.get(spec.description.name)
         said = () if own is None else own.values
         return any(name in said for name, setting in spec.settings().items() if setting.leader_flag == flag)

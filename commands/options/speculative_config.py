@@ -1,4 +1,4 @@
-"""`--speculative-config`, vLLM's and TensorRT-LLM's object as JSON: it becomes our flags."""
+"""`--speculative-config`: the JSON object of vLLM and TensorRT-LLM, translated into our flags."""
 
 import json
 from typing import Any
@@ -11,7 +11,9 @@ _EXAMPLE = f"""{_FLAG[:-1]} '{{"method": "ngram", "num_speculative_tokens": 5}}'
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
-    """Flags by their Python names, of which `spec_decode_algo` chooses the drafter. UsageError for what has no flag."""
+    """Flags by their Python names; `spec_decode_algo` chooses the drafter. UsageError for a key that corresponds to no
+    flag.
+    """
     try:
         config = json.loads(text)
     except ValueError:

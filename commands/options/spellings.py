@@ -1,4 +1,4 @@
-"""Spellings of flags: hyphens or underscores, and the names that other programs have for them, or we had before."""
+"""Spellings of flags: hyphens or underscores, other programs' names, and our earlier names."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -72,7 +72,7 @@ _NOT_RENAMED = {"train": ("parallel",)}
 
 
 def normalize_name(name: str, command: str = "") -> str:
-    """One spelling for every option of a command: hyphens, and our name where others have another."""
+    """Our spelling of an option: hyphens, and our name if the word is another program's name for it."""
     name = name.replace("_", "-")
     if name not in _NOT_RENAMED.get(command, ()):
         of_switch = name.removeprefix("no-")
@@ -96,7 +96,9 @@ def _spellings(command: str) -> dict[str, list[str]]:
 
 
 def is_of_one_command(name: str) -> bool:
-    """True for a flag that one command has, and whose name is another spelling of something else elsewhere."""
+    """True for a flag that a single command has, and whose name is another spelling of a different flag in other
+    commands.
+    """
     return any(name in names for names in _NOT_RENAMED.values())
 
 
@@ -105,7 +107,7 @@ _USUAL_VALUES = {"chat": {"continue": "last"}}
 
 
 def with_usual_values(arguments: list[str], command: str) -> list[str]:
-    """`--continue`, without a name behind it, is `--continue last`."""
+    """The arguments with the usual value added: `--continue` without a name behind it becomes `--continue last`."""
     usual, filled = _USUAL_VALUES.get(command, {}), list[str]()
     for i, argument in enumerate(arguments):
         filled.append(argument)
@@ -148,9 +150,8 @@ def as_typed(text: str) -> str:
 
 
 def empty_value(arguments: list[str], options_with_value: frozenset[str], command: str) -> str | None:
-    """The first flag whose value is empty, or "" for an argument that is: as a path it would be the current directory.
-
-    `run`'s arguments are texts.
+    """The first flag whose value is empty, or "" for an empty argument. An empty path would mean the current directory.
+    Arguments of `run` are exempt, since they are texts.
     """
     for word, name, value in read_arguments(arguments, options_with_value, command):
         if not word and command != "run":

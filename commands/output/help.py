@@ -27,8 +27,8 @@ def option(
     check: Callable[[str], object] | None = None,
     **others: Any,
 ) -> Any:
-    """A flag, in a panel of `--help`, where `shown` stands in the place of its default. `check` raises for a text that
-    is no value of the flag, wherever it comes from: so `config show` tells of it too.
+    """A flag in a panel of `--help`. `shown` is displayed in place of the default. `check` raises UsageError for a text
+    that is no value of the flag, also from a variable or a file: `config show` then says the same as the command.
 
     Words of a choice are taken in any case, and with `-` or `_`, as `runtime.util.words` takes them from Python.
     """
@@ -48,13 +48,13 @@ def _checked_by(check: Callable[[str], object]) -> Callable[[str | None], str | 
 
 
 def sort_by_panel(params: list[Any]) -> list[Any]:
-    """A command's parameters in the order of their panels; arguments and what has no panel first."""
+    """A command's parameters in the order of their panels; arguments and parameters without a panel come first."""
     places = {panel: i for i, panel in enumerate(PANELS)}
     return sorted(params, key=lambda param: places.get(getattr(param, "rich_help_panel", None) or "", -1))
 
 
 def as_flag(name: str) -> str:
-    """`ngram_config` as it is written on the command line."""
+    """A setting's name as a flag: `--ngram-config` for `ngram_config`."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -1,11 +1,12 @@
 """Destinations of output: results on stdout, everything else on stderr.
 
-With `--json` stdout gets one document and nothing more; with `--quiet` only the bare result. With either there is no
-progress.
+With `--json` stdout gets one document and nothing more; with `--quiet` only the bare result. With either flag there is
+no progress bar.
 
-Tables are shown on terminals of any width: no number, name, header or verdict is ever cut. One that fits is shown as it
-is. Otherwise its lines go, and its words are wrapped at spaces; then its columns come in parts, each beside the first
-column; and what does not fit even so, or has only a row or two, becomes a block of lines for each row.
+Tables are shown on terminals of any width: no number, name, header or verdict is ever cut. A table that fits is shown
+as it is. Otherwise its border lines are left out, and words are wrapped at spaces. If it still does not fit, its
+columns are split into several tables, each with the first column. A table that does not fit even so, or that has only a
+row or two, becomes a block of lines for each row.
 """
 
 import json
@@ -44,7 +45,7 @@ _UNBOUNDED = 10_000
 
 @dataclass(frozen=True)
 class Output:
-    """Output of one command; a group of options of all commands."""
+    """Output of a command. It is a group of options that all commands have."""
 
     json: Annotated[bool, option(OUTPUT, "Print one JSON document on stdout.", "--json")] = False
     quiet: Annotated[bool, option(OUTPUT, "Print the result only.", "--quiet")] = False
@@ -54,7 +55,7 @@ class Output:
         return not (self.json or self.quiet)
 
     def result(self, renderable: object) -> None:
-        """Something people asked for, on stdout; nothing with `--json` or `--quiet`."""
+        """Print a result on stdout, for people; nothing with `--json` or `--quiet`."""
         if not self.human:
             return
         console = stdout()
@@ -64,11 +65,11 @@ class Output:
             console.print(visible(renderable) if isinstance(renderable, str) else renderable, soft_wrap=True)
 
     def text(self, text: str, end: str = "\n") -> None:
-        """Generated text, on stdout: to the letter, but for what a terminal would obey."""
+        """Print generated text on stdout, unchanged but for control characters that a terminal would obey."""
         self.styled(visible(text) if sys.stdout.isatty() else text, end)
 
     def styled(self, text: str, end: str = "\n") -> None:
-        """`text`, for a text whose control characters are replaced already and which has its colours."""
+        """Print text like `text`, if its control characters are replaced already and it has colours."""
         if not self.json:
             sys.stdout.write(text + end)
             sys.stdout.flush()
@@ -86,17 +87,16 @@ class Output:
         warn(message)
 
     def phases(self) -> AbstractContextManager[Callable[[str], None]]:
-        """Progress through phases: called with the name of each as it begins."""
+        """Progress through phases: returns a function to call with the name of each phase as it begins."""
         return phases(stderr()) if self.human else nullcontext(lambda name: None)
 
     def byte_progress(self, description: str) -> AbstractContextManager[Callable[[int, int], None]]:
-        """Called with the bytes done and the bytes there are."""
+        """Progress in bytes: returns a function to call with the bytes done and the bytes in all."""
         return bytes_done(stderr(), description) if self.human else nullcontext(lambda done, total: None)
 
     def progress(self, description: str, total: int, num_done: int = 0) -> AbstractContextManager[Advance]:
-        """Progress callback per item, or per several items, of a known number; with a remark on all of them, if any.
-
-        `num_done` were done before.
+        """Progress through a known number of items: returns a function to call with the number of items done, and
+        perhaps a remark on the whole. `num_done` items were done before.
         """
         return (
             counting(stderr(), description, total, num_done)
@@ -110,11 +110,13 @@ _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range
 
 
 _MOST_OF_WORD, _MOST_OF_LINE = 200, 1000
-"""Characters of a value without spaces, and of a line, that an error shows whole."""
+"""Most characters of a value without spaces, and of a line, that an error shows whole."""
 
 
 def visible(text: str) -> str:
-    """Control characters as `\\x1b`, so that no prompt, output or name moves the cursor or colours the terminal."""
+    r"""The text with control characters written as `\x1b`, so that no prompt, output or name moves the cursor or
+    colours the terminal.
+    """
     return text.translate(_CONTROLS)
 
 
@@ -135,7 +137,7 @@ def _console(*, stderr: bool, width: int | None) -> Console:
 
 
 def note(message: str) -> None:
-    """Say what was done without being asked for."""
+    """Print a note on an action that the user did not ask for."""
     _say("note:", "cyan", message)
 
 
@@ -144,7 +146,7 @@ def warn(message: str) -> None:
 
 
 def fail(message: str, hint: str | None) -> None:
-    """Say what is wrong, with long values cut: a text that is no flag's value may have thousands of characters."""
+    """Print an error with its hint. Long values are cut: a text in an error may have thousands of characters."""
     _say("error:", "red", _shortened(message))
     if hint:
         _say("hint:", "cyan", _shortened(hint))
@@ -156,13 +158,13 @@ def _shortened(message: str) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """The text, or its beginning and its end, where a line says what its values come from."""
+    """The text, or its beginning and its end if it is too long. The end says where a value comes from."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}… ({len(text):,} characters) …{text[-half:]}"
 
 
 def say_interrupted() -> None:
-    """Say that a command ended by Ctrl-C, with nothing to show of what it did."""
+    """Print that a command was ended by Ctrl-C, if it has no results to show."""
     stderr().print("interrupted", style="yellow")
 
 
@@ -171,9 +173,8 @@ def _say(label: str, style: str, message: str) -> None:
 
 
 def check_output_files(outputs: list[Path], inputs: list[Path], new_dir: Path | None = None) -> None:
-    """SpecDecError unless each file can be written, and none overwrites another output or an input.
-
-    Files in `new_dir`, a directory that does not exist yet, cannot be tried.
+    """SpecDecError unless each output file can be written, and none overwrites another output or an input. Files in
+    `new_dir`, a directory that does not exist yet, cannot be tried.
     """
     resolved = [path.resolve() for path in outputs]
     for path, place in zip(outputs, resolved, strict=True):
@@ -187,13 +188,13 @@ def check_output_files(outputs: list[Path], inputs: list[Path], new_dir: Path | 
 
 
 def check_report(path: Path | None) -> None:
-    """UsageError for a page whose name is another kind of file's."""
+    """UsageError for a report whose suffix is another kind of file's, such as `.json`."""
     if path is not None and path.suffix.lower() not in ("", ".html", ".htm"):
         raise UsageError(f"`--report` writes HTML: {path}", hint=f"`--report {path.with_suffix('.html')}`")
 
 
 def check_output_file(path: Path) -> None:
-    """SpecDecError unless a file can be written at `path`, found out before the work. Leaves no trace."""
+    """SpecDecError unless a file can be written at `path`. It runs before the work, and leaves no file behind."""
     try:
         if path.exists():
             path.open("ab").close()
@@ -204,7 +205,9 @@ def check_output_file(path: Path) -> None:
 
 
 def check_new_directory(path: Path) -> None:
-    """SpecDecError unless `path` is a directory, or can be made, that files can be written in. Leaves no trace."""
+    """SpecDecError unless `path` is a directory in which files can be written, or such a directory can be made. Leaves
+    nothing behind.
+    """
     nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     try:
         tempfile.TemporaryFile(dir=nearest).close()
@@ -215,7 +218,7 @@ def check_new_directory(path: Path) -> None:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Number for tables; a dash if there was nothing to measure."""
+    """A number as text for tables; a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
@@ -228,18 +231,20 @@ def percent(share: float | None) -> str:
 
 
 def columns_with_values(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The places of a table's columns that hold more than dashes; without a drafter some would not."""
+    """Indices of a table's columns that hold more than dashes. Without a drafter some columns hold only dashes."""
     return [i for i, _ in enumerate(rows[0]) if any(row[i] not in ("-", "0/0") for row in rows)]
 
 
 def speedup_line(speedup: float) -> str:
-    """The ratio of wall times, and in words where speculation does not pay."""
+    """The ratio of wall times in a line, with a sentence if speculation does not pay."""
     verdict = "" if speedup >= 0.995 else " — slower than no drafter"
     return f"speedup over no drafter: {speedup:.2f}x{verdict}"
 
 
 def fixed_lost_line(lost: "FixedLost | None") -> list[str]:
-    """Line on a fixed draft length that lost, and the estimate for automatic ones; empty where it did not lose."""
+    """A line for a fixed draft length that lost time, with the estimate for automatic lengths; empty if it did not
+    lose.
+    """
     if lost is None:
         return []
     return [
@@ -253,7 +258,7 @@ def megabytes(num_bytes: int) -> str:
 
 
 def check_readable(paths: list[Path]) -> None:
-    """SpecDecError for a path that is not a file or cannot be read. Reads nothing: a pipe gives its content
+    """SpecDecError for a path that is not a file or cannot be read. The files are not read: a pipe gives its content
     only once.
     """
     for path in paths:
@@ -275,7 +280,7 @@ class _Widths(NamedTuple):
 
 
 def fitted(table: Table, console: Console) -> RenderableType:
-    """The table, or the same content in `console.width` columns. The title has its own lines."""
+    """The table, or the same content arranged for `console.width` columns. The title has lines of its own."""
     if not table.title:
         return Group(*_with_blank_lines(_fitted(table, console)))
     untitled = copy(table)
@@ -301,7 +306,7 @@ def _measure(renderable: RenderableType, console: Console) -> Measurement:
 
 
 def _widths_of(column: Column, console: Console) -> _Widths:
-    """Minimum and natural width of a column: headers and texts wrap at spaces, right-aligned numbers do not."""
+    """Minimum and natural width of a column. Headers and texts wrap at spaces; right-aligned numbers do not wrap."""
     header, cells = _measure(column.header, console), [_measure(cell, console) for cell in column.cells]
     is_whole = column.no_wrap or column.justify == "right"
     least = max(header.minimum, *(cell.maximum if is_whole else cell.minimum for cell in cells))
@@ -309,7 +314,9 @@ def _widths_of(column: Column, console: Console) -> _Widths:
 
 
 def _parts(least: Sequence[int], width: int) -> list[list[int]]:
-    """Indices of the columns of each part, the first column in all of them; none if a column has no room beside it."""
+    """Indices of the columns of each part; every part has the first column. Empty if a column has no room beside the
+    first.
+    """
     parts, room = [[0]], width - least[0]
     for i in range(1, len(least)):
         if least[i] + _GAP > room and len(parts[-1]) > 1:
@@ -323,7 +330,7 @@ def _parts(least: Sequence[int], width: int) -> list[list[int]]:
 
 
 def _part(table: Table, indices: list[int], widths: list[_Widths], width: int) -> Table:
-    """These columns, without lines between them."""
+    """A table of these columns, without border lines."""
     columns = [table.columns[i] for i in indices]
     part = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_header=table.show_header)
     part.padding = (0, _GAP - 1, 0, 0)  # the box has one blank between columns
@@ -336,7 +343,9 @@ def _part(table: Table, indices: list[int], widths: list[_Widths], width: int) -
 
 
 def _share(widths: list[_Widths], room: int) -> list[int]:
-    """Each column's least width, and what is left of the room for those that want more: the modest first."""
+    """Widths of columns: each has its least width, and the rest of the room goes to columns that want more, those that
+    want least first.
+    """
     chosen = [width.least for width in widths]
     spare = room - sum(chosen)
     wanting = sorted(range(len(widths)), key=lambda i: widths[i].most - widths[i].least)
@@ -348,7 +357,9 @@ def _share(widths: list[_Widths], room: int) -> list[int]:
 
 
 def _blocks(table: Table, console: Console) -> list[RenderableType]:
-    """Rows as blocks: the first cell, and below it a line per other cell; bars, which are no text, are left out."""
+    """A block for each row: the first cell, and below it a line for each other cell. Bars are left out, since they are
+    no text.
+    """
     labels = [str(column.header) for column in table.columns]
     label_width = max(len(label) for label in labels[1:])
     blocks: list[RenderableType] = []
@@ -362,7 +373,9 @@ def _blocks(table: Table, console: Console) -> list[RenderableType]:
 
 
 def _labelled(label: str, cell: str, label_width: int, console: Console) -> list[RenderableType]:
-    """The label and the cell on one line; below it if it is longer; a word longer than a line goes on in the next."""
+    """The label and the cell on one line, or the cell below the label if it is longer. A word longer than a line is
+    continued on the next.
+    """
     line = f"{label:{label_width}}{' ' * _GAP if label_width else ''}{cell}"
     if _INDENT + _measure(line, console).maximum <= console.width:
         return [Padding(Text(line), (0, 0, 0, _INDENT))]
@@ -371,6 +384,6 @@ def _labelled(label: str, cell: str, label_width: int, console: Console) -> list
 
 
 def _with_blank_lines(shown: Sequence[RenderableType]) -> list[RenderableType]:
-    """Blocks or parts, with a line between each two."""
+    """The blocks or parts with an empty line between each two."""
     spaced = [line for before, _ in pairwise(shown) for line in (before, "")]
     return [*spaced, *shown[-1:]]

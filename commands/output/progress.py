@@ -20,19 +20,22 @@ from rich.progress import (
 )
 
 INTERVAL_S = 10.0
-_REFRESHES_PER_S = 4  # drawing takes time from what is measured
+_REFRESHES_PER_S = 4  # drawing takes time from the measured work
 
 
 class Advance(Protocol):
-    """Called with the number of further items done, and, where some take long, with a remark on all of them."""
+    """Function to call with the number of further items done, and, if some items take long, with a remark on all of
+    them.
+    """
 
     def __call__(self, count: int = 1, said: str = "") -> None: ...
 
 
 @contextmanager
 def counting(console: Console, description: str, total: int, num_done: int = 0) -> Iterator[Advance]:
-    """Things that are done one after the other, `num_done` of them before. With a remark it is told how long the rest
-    takes at this pace."""
+    """Progress of items done one after the other, `num_done` of them before. If remarks come, it also shows the time
+    that the rest takes at this pace.
+    """
     done, remark, start = num_done, "", time.perf_counter()
     columns = (
         TextColumn("{task.description}"),
@@ -63,7 +66,7 @@ def counting(console: Console, description: str, total: int, num_done: int = 0) 
 
 @contextmanager
 def bytes_done(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
-    """Bytes, given as how many are done and how many there are."""
+    """Progress in bytes: the function takes the bytes done and the bytes in all."""
     done, total, start = 0, 0, time.perf_counter()
     columns = (
         TextColumn("{task.description}"),
@@ -89,7 +92,7 @@ def bytes_done(console: Console, description: str) -> Iterator[Callable[[int, in
 
 @contextmanager
 def phases(console: Console) -> Iterator[Callable[[str], None]]:
-    """Phases of unknown length, one after the other, each with its time."""
+    """Progress through phases of unknown length, each shown with its time."""
     current, start = "", time.perf_counter()
     columns = (
         SpinnerColumn("line", finished_text=" "),
@@ -117,7 +120,7 @@ def phases(console: Console) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _bar(console: Console, line: Callable[[], str], columns: tuple[ProgressColumn, ...]) -> Iterator[Progress]:
-    """A bar that is drawn on a terminal, and gone in the end; elsewhere the line is printed from time to time."""
+    """A bar that is drawn on a terminal and removed at the end; elsewhere `line` is printed from time to time."""
     is_drawn = _is_drawn(console)
     bar = Progress(*columns, console=console, transient=True, disable=not is_drawn, refresh_per_second=_REFRESHES_PER_S)
     with bar:

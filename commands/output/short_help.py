@@ -1,7 +1,7 @@
 """`--help` of `specdec` and of commands with many flags: plain text, a line for each command or common flag.
 
 `specdec_cli/help.txt` has these texts ready, made by `python -m scripts.tools.update_docs`: no command is imported to
-show one. Only ASCII is in them, so that any terminal can show them.
+show one. They are pure ASCII, so any terminal can show them.
 """
 
 import inspect
@@ -67,7 +67,9 @@ _PANEL_OF = {
     "output_len": SAMPLING,
     "stop_words": SAMPLING,
 }
-"""Groups of arguments and flags that have another group, or none, in the list of all. They come first in theirs."""
+"""Groups of arguments and flags that the short help puts into another group, or into none. They come first in that
+group.
+"""
 _BRIEFS = {
     "model": "directory, GGUF file, hub id, `demo`, or an engine",
     "named": "directory, GGUF file, hub id, `demo`, or an engine",
@@ -105,16 +107,16 @@ _BRIEFS = {
     "hf_model_dir": "model that `--test-hf` runs",
     "traces": "recorded prompts and outputs, by `--output-traces`",
 }
-"""Text of `--help` for a flag, where the first words of its help are too long."""
+"""Short texts of flags for `--help`, for flags whose full help begins with too many words."""
 
 
 def terminal_width() -> int:
-    """Columns that a help may have: those of the terminal, at most 80, and 40 on a narrower one."""
+    """Columns for the help text: the terminal's width, between 40 and 80."""
     return max(min(shutil.get_terminal_size().columns, WIDTH), LEAST_WIDTH)
 
 
 def overview(commands: Set[str], examples: Iterable[str], width: int = WIDTH) -> str:
-    """The text of `specdec --help`: what to start with, and the commands in groups. `examples` come first."""
+    """The text of `specdec --help`: `examples`, then the commands to start with, and all commands in groups."""
     lines = ["Usage: specdec COMMAND ...     (`specdec COMMAND --help` shows its flags)", ""]
     lines += ["Faster answers from the same model: a drafter guesses, the model checks.", "Start with:"]
     lines += [*(f"  {example}" for example in examples), ""]
@@ -132,7 +134,7 @@ def overview(commands: Set[str], examples: Iterable[str], width: int = WIDTH) ->
 
 
 def short_help(command: Any, common: Iterable[str], examples: Iterable[str], width: int = WIDTH) -> str:
-    """The text of `specdec COMMAND --help`: examples, and the `common` flags, each with a line."""
+    """The text of `specdec COMMAND --help`: examples, and a line for each of the `common` flags."""
     name = command.name or ""
     shown = [param for param in command.params if param.name in common and not getattr(param, "hidden", False)]
     arguments = [param for param in shown if param.param_type_name == "argument"]
@@ -185,7 +187,9 @@ def _is_hidden(param: Any) -> bool:
 
 
 def _plain(lines: Iterable[str], width: int) -> str:
-    """Join the lines. Below 80 columns long lines are broken; a shell takes a command that is broken so."""
+    """Join the lines. Below 80 columns long lines are broken; a shell still accepts a command that is
+    broken this way.
+    """
     shown = lines if width == WIDTH else [part for line in lines for part in _broken(line, width)]
     return "\n".join(shown) + "\n"
 

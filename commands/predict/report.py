@@ -17,7 +17,7 @@ _MAX_NUM_TOKENS = 512
 
 
 class Predicted(Record):
-    """A way to draft, and its time on the other machine."""
+    """A drafter with its settings, and its time on the other machine."""
 
     flags: str = Field(description="of `run`; empty without a drafter")
     seconds: Measure = Field(description="for all outputs")
@@ -42,7 +42,7 @@ class PredictDocument(Head):
 
 
 def predict_speeds(options: PredictOptions, output: Output) -> None:
-    """Replay, and show what each candidate would take there."""
+    """Replay the outputs, and show the time of each candidate on the other machine."""
     from runtime.measure.tuning.elsewhere import read_costs
     from runtime.measure.tuning.search import Cost, Replayer, Search, fixed
     from runtime.text.text import open_tokenizer

@@ -1,1 +1,1 @@
-"""`specdec regress`: what a change of an engine changes in old answers, without generating them again."""
+"""`specdec regress`: the tokens of old answers that a changed engine would choose otherwise."""

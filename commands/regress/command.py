@@ -1,4 +1,4 @@
-"""`specdec regress`, its flags: old answers beside a new engine."""
+"""`specdec regress`, its flags: compares old answers with a new engine."""
 
 from commands.options.engine_choice import TargetOptions
 from commands.options.expand import expand_groups
@@ -8,10 +8,10 @@ from commands.regress.flags import RegressOptions
 
 @expand_groups
 def regress(options: RegressOptions, target: TargetOptions, output: Output) -> None:
-    """Compare old answers with what a new engine would answer: after quantizing, fine-tuning or an upgrade.
+    """Compare old answers with the answers of a new engine: after quantizing, fine-tuning or an upgrade.
 
-    Each old answer is computed in one pass, as a long draft for the new engine, which is quicker than to generate it
-    again. Answers without receipts are compared with greedy ones.
+    Each old answer is computed in one pass, as a long draft for the new engine, which is quicker than generating it
+    again. Answers without receipts are compared with greedy answers.
     """
     options.check()
     choice = target.named(options.model).choose()

@@ -10,7 +10,7 @@ from runtime.checkpoint.config import Count, Measure, Share
 
 
 class RegressAnswer(Record):
-    """An old answer beside the new engine."""
+    """An old answer, and the new engine's choices for its tokens."""
 
     where: str = Field(description="the line of the file")
     problem: str | None = Field(description="why it was not compared; null where it was")
@@ -27,7 +27,7 @@ class RegressAnswer(Record):
 
 
 class RegressPosition(Record):
-    """One position in the outputs, over all answers that have it."""
+    """A position in the outputs, such as the third token, with counts over all answers that have it."""
 
     num_answers: Count
     agreement: Share

@@ -65,7 +65,9 @@ class RegressOptions:
     report: Report = None
 
     def check(self) -> None:
-        """SpecDecError for files that cannot be read or written, and for a share that is none."""
+        """SpecDecError for files that cannot be read or written, and for a share of answers that is not between 0 and
+        1.
+        """
         check_report(self.report)
         check_readable([self.traces])
         check_output_files([] if self.report is None else [self.report], [self.traces])
@@ -78,5 +80,5 @@ class RegressOptions:
 
     @property
     def most_diverged(self) -> float | None:
-        """The share of answers that may diverge; None: any."""
+        """The share of answers that may diverge; None if any may."""
         return None if self.max_diverged is None else _share(self.max_diverged)

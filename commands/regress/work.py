@@ -1,4 +1,4 @@
-"""Work of `regress`: reads old answers, compares them with the new engine, and shows what differs."""
+"""Work of `regress`: reads old answers, compares them with the new engine, and shows the differences."""
 
 import statistics
 import time
@@ -40,18 +40,18 @@ T = TypeVar("T")
 
 @dataclass
 class Regressed:
-    """Counts so far, and as much of the answers as documents and pages show."""
+    """Counts so far, and the parts of the answers that documents and pages show."""
 
     answers: list[RegressAnswer] = field(default_factory=list)
     num_answers: int = 0
     num_not_compared: int = 0
     num_foreign: int = 0
-    """Lines that are no answers at all."""
+    """Lines of the file that are not answers."""
     places: "array[int]" = field(default_factory=lambda: array("q"))
-    """First tokens that differ."""
+    """Counts by position of the first token that differs."""
     gaps: "array[float]" = field(default_factory=lambda: array("d"))
     shown: list[tuple[int, Compared]] = field(default_factory=list)
-    """The first answers that change, with their places in `answers`."""
+    """The first answers that change, with their indices in `answers`."""
     texts: list[tuple[str, str]] = field(default_factory=list)
     """New and old texts, for ROUGE."""
     num_of_other_models: int = 0
@@ -74,7 +74,7 @@ class Regressed:
 
 
 def compare_answers(options: RegressOptions, choice: EngineChoice, output: Output) -> None:
-    """Compare, show and write; exit 1 if more answers diverge than may."""
+    """Compare, show and write; exits with 1 if more answers diverge than may."""
     with ExitStack() as stack:
         made = stack.enter_context(engines_made(choice, output))
         llm = stack.enter_context(open_engine(made))
@@ -116,7 +116,7 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
 
 
 def _check_pair(old: LLM, llm: LLM, output: Output) -> None:
-    """SpecDecError for engines whose ids are other texts; a warning for engines of two models."""
+    """SpecDecError for engines whose token ids stand for different texts; a warning for engines of two models."""
     hint = "compare two engines of one model"
     sizes = [one.bundle.config.vocab_size for one in (old, llm)]
     if sizes[0] != sizes[1]:
@@ -130,7 +130,7 @@ def _check_pair(old: LLM, llm: LLM, output: Output) -> None:
 
 
 def _other_model(one: Compared, llm: LLM) -> str | None:
-    """Digest of the architecture of another model that gave a compared answer; None where it is this one's."""
+    """Digest of the architecture of the model that gave a compared answer; None if it is this engine's model."""
     if one.problem is not None or one.old.receipt is None:
         return None
     theirs = one.old.receipt.fingerprint.architecture
@@ -138,7 +138,7 @@ def _other_model(one: Compared, llm: LLM) -> str | None:
 
 
 def _timed(seconds: list[float], place: int, work: Callable[[], T]) -> T:
-    """The result of `work`, whose time is added to one of the `seconds`."""
+    """The result of `work`, whose time is added to `seconds[place]`."""
     start = time.perf_counter()
     try:
         return work()
@@ -165,7 +165,9 @@ def _asked(llm: LLM, path: Path) -> Iterator[Compared]:
 
 
 def _other_tokenizer(old: OldAnswer, llm: LLM) -> str | None:
-    """Sentence on a receipt whose ids are of another tokenizer than this engine's: the same ids are other texts."""
+    """A sentence for a receipt from another tokenizer, for which the same ids stand for other texts; None for this
+    engine's tokenizer.
+    """
     theirs = None if old.receipt is None else old.receipt.fingerprint.tokenizer
     if theirs is None or llm.tokenizer is None or theirs == (ours := llm.fingerprint.tokenizer):
         return None
@@ -218,7 +220,9 @@ def _document(
 
 
 def _answer(one: Compared, *, has_kl: bool, is_whole: bool) -> RegressAnswer:
-    """`is_whole`: all its tokens were compared, and not those up to its first change."""
+    """The document's record of an answer. `is_whole`: all its tokens were compared, instead of only those up to the
+    first change.
+    """
     num_tokens, is_done = len(one.output), one.problem is None and bool(one.output)
     problem = one.problem
     if problem is not None and one.old.where not in problem:
@@ -298,7 +302,7 @@ _DEFINITIONS = {
 
 
 def regress_page(document: RegressDocument, shown: list[tuple[int, Compared]], llm: LLM) -> str:
-    """A page with old and new texts side by side; `shown` are answers with their places in the document."""
+    """An HTML page with old and new texts side by side; `shown` has the answers and their indices in the document."""
     data = document.as_json()
     return page(
         "regress.html",
@@ -317,7 +321,7 @@ def regress_page(document: RegressDocument, shown: list[tuple[int, Compared]], l
 
 
 def _texts(one: Compared, llm: LLM) -> dict[str, Any]:
-    """The prompt, the common beginning, and how the old and the new answer go on."""
+    """The prompt, the beginning that both answers share, and the rest of the old and of the new answer."""
     assert one.place is not None
     prompt, same = list(one.request.prompt_tokens), list(one.output[: one.place])
     new = (

@@ -1,4 +1,4 @@
-"""`specdec run`, its flags: generate, with or without speculation, and say how it went."""
+"""`specdec run`, its flags: generates with or without a drafter, and shows the figures."""
 
 from dataclasses import replace
 

@@ -84,7 +84,7 @@ def run_document(
     num_unfinished: int,
     per_step: bool,
 ) -> RunDocument:
-    """`prompts` has the prompt of each request; `settings` are those of the command alone."""
+    """The document. `prompts` has the prompt of each request; `settings` has the settings of the command alone."""
     return RunDocument(
         **measured_head("run"),
         requests=[

@@ -55,7 +55,7 @@ class RunInputs:
         return [] if self.input_file is None else [self.input_file]
 
     def with_example(self) -> "RunInputs":
-        """The same with TensorRT-LLM's example prompt where none is given, which is said."""
+        """The same inputs with TensorRT-LLM's example prompt if no prompt is given; a note says so."""
         if self.texts or self.input_file is not None:
             return self
         note(f'no prompt is given: an example is answered, "{EXAMPLE_PROMPT}"')
@@ -63,13 +63,13 @@ class RunInputs:
 
     @property
     def texts(self) -> list[str]:
-        """Prompts by argument, then those by flag."""
+        """The prompts that are arguments, then the prompts of `--input-text`."""
         return [*(self.prompt or []), *(self.input_text or [])]
 
 
 @dataclass(frozen=True)
 class RunGeneration:
-    """Amount and method of generation."""
+    """Flags for the number of tokens and the method of generation."""
 
     max_output_len: Annotated[
         int | None,
@@ -82,12 +82,12 @@ class RunGeneration:
     ] = 1
 
     def for_chat(self, defaults: Mapping[str, Any]) -> "RunGeneration":
-        """Parameters for a chat, with the model's own sampling where none is given."""
+        """Parameters for a chat. The model's own sampling holds if no sampling flag is given."""
         return replace(self, common=replace(self.common, sampling=self.common.sampling.for_chat(defaults)))
 
     def params(self, logprobs: int | None, usual_len: int | None = DEFAULT_OUTPUT_LEN) -> SamplingParams:
-        """Sampling parameters for every prompt; without `--max-output-len` outputs have up to `usual_len` tokens, None:
-        as many as fit.
+        """Sampling parameters for every prompt. Without `--max-output-len` outputs have up to `usual_len` tokens; None
+        for as many as fit.
         """
         max_tokens = usual_len if self.max_output_len is None else self.max_output_len
         return self.common.params(
@@ -142,7 +142,7 @@ class RunResults:
         return path.with_name(f"{path.stem}_generation.npy")
 
     def check(self, output: Output) -> None:
-        """UsageError for what cannot be on stdout together, or is nowhere else."""
+        """UsageError for outputs that cannot both go to stdout, and for `--quiet` if nothing else shows the output."""
         if self.receipt_ids is not None and self.receipts is None:
             raise UsageError(f"`--receipt-ids` is for receipts: {self.receipt_ids}", hint="give `--receipts` too")
         if self.logprobs is not None and not output.json:
@@ -165,7 +165,7 @@ class RunResults:
             )
 
     def check_files(self, inputs: list[Path]) -> None:
-        """SpecDecError unless all that is asked for can be written, without replacing an input."""
+        """SpecDecError unless all output files can be written without replacing an input."""
         check_report(self.report)
         logits = self.output_logits_npy
         if logits is not None and (logits.name in ("", "..") or logits.is_dir()):

@@ -43,7 +43,7 @@ from runtime.util.files import write_file
 
 
 class StreamPrinter:
-    """Prints new text every `interval` steps of a request; several requests each with their label in front."""
+    """Prints new text every `interval` steps of a request. With several requests, each has its label in front."""
 
     def __init__(self, llm: LLM, output: Output, interval: int, labels: list[str]) -> None:
         if llm.tokenizer is None:
@@ -69,7 +69,7 @@ class StreamPrinter:
 
 
 def make_labels(num_requests: int, num_return_sequences: int) -> list[str]:
-    """Labels of outputs like those of TensorRT-LLM's run.py: `Text 0`, or `Text 0 Seq 1` where a prompt has several."""
+    """Labels of outputs as in TensorRT-LLM's run.py: `Text 0`, or `Text 0 Seq 1` if a prompt has several outputs."""
     if num_return_sequences == 1:
         return [f"Text {i}" for i in range(num_requests)]
     return [f"Text {i // num_return_sequences} Seq {i % num_return_sequences}" for i in range(num_requests)]
@@ -159,7 +159,9 @@ _STREAMING_INTERVAL = 5  # TensorRT-LLM's
 
 
 def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunResults, output: Output) -> None:
-    """Generate, show and write; exit 1 if a request or a check fails, 130 after Ctrl-C, with what had finished."""
+    """Generate, show and write. Exits with 1 if a request or a check fails, and with 130 after Ctrl-C, with the outputs
+    that had finished.
+    """
     prompts, requests = _make_requests(setup, prompts, inputs, results, output)
     labels = make_labels(len(requests), setup.params.n)
     generation, failed = _generate(setup, requests, labels, results, output)
@@ -199,7 +201,7 @@ def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunR
 def _make_requests(
     setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunResults, output: Output
 ) -> tuple[list[Prompt], list[Request]]:
-    """The requests, as many as outputs are asked for of each prompt, and the prompt of each."""
+    """The requests, as many for each prompt as outputs are asked for, and the prompt of each request."""
     template = replace(setup.llm.request_of(setup.params), keep_logits=results.logits_file is not None)
     prompts = without_padding(prompts, inputs.input_file, template.end_ids)
     requests, num_truncated = list[Request](), 0
@@ -219,9 +221,8 @@ def _make_requests(
 def _generate(
     setup: Setup, requests: list[Request], labels: list[str], results: RunResults, output: Output
 ) -> tuple[Generation, Unanswered | None]:
-    """Answer the requests, printing text as it comes if asked to; after Ctrl-C what had finished, with a warning.
-
-    If a request failed what the others came to, and its error.
+    """Answer the requests, and print text as it comes if a flag asks for that. Returns the finished outputs: all, or
+    those before Ctrl-C (with a warning) or before a request failed, and then the error too.
     """
     if results.check_lossless:
         setup.session.warm_up(requests)  # or the first of the two runs would pay for the first step
@@ -267,7 +268,9 @@ def _write_files(
 def _compare(
     setup: Setup, requests: list[Request], generation: Generation, results: RunResults, output: Output
 ) -> Compared | None:
-    """`_compare_with_no_drafter`; None, with a warning, after Ctrl-C before it or in it."""
+    """The figures of `_compare_with_no_drafter`; None, with a warning, if Ctrl-C came before or during the
+    comparison.
+    """
     if len(generation.sequences) == len(requests):
         with suppress(KeyboardInterrupt):
             return _compare_with_no_drafter(setup, requests, generation, results, output)
@@ -278,7 +281,7 @@ def _compare(
 def _compare_with_no_drafter(
     setup: Setup, requests: list[Request], generation: Generation, results: RunResults, output: Output
 ) -> Compared:
-    """Generate again without a drafter; what came of it, shown too."""
+    """Generate again without a drafter; shows and returns the comparison."""
     with token_progress("without a drafter", requests, output) as on_tokens:
         baseline = setup.session.run_without_drafter(requests, on_tokens)
     speedup = generation.work.speedup_over(baseline.work)
@@ -309,7 +312,7 @@ def write_logits(sequences: list[Sequence], path: Path) -> None:
 
 
 def _write(path: Path, save: Callable[[io.BytesIO], None]) -> None:
-    """The file whole or as it was; numpy itself does not notice that a disk is full."""
+    """Write the file as a whole: if that fails the old file stays. numpy itself does not notice that a disk is full."""
     file = io.BytesIO()
     save(file)
     write_file(path, file.getvalue())

@@ -58,7 +58,9 @@ LINES = {"receipt": Receipt}
 
 
 class _Schema(GenerateJsonSchema):
-    """Pydantic's, without titles, which name keys twice, and defaults, which are not what a missing key means."""
+    """pydantic's generator of schemas, without titles, which repeat the keys, and without defaults, which do not say
+    what a missing key means.
+    """
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -67,7 +69,7 @@ class _Schema(GenerateJsonSchema):
         return self.generate_inner(schema["schema"])
 
     def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
-        """Add the descriptions: the strings after its fields."""
+        """Add descriptions from a dataclass: the strings that follow its fields."""
         made = super().dataclass_schema(schema)
         kind, config = schema["cls"], ConfigDict(use_attribute_docstrings=True)
         described = TypeAdapter(list[kind], config=config).json_schema()  # type: ignore[valid-type]
@@ -89,7 +91,7 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def _schema_of_line(kind: type[Any]) -> dict[str, Any]:
-    """The schema that a dataclass has as a part of a record: without other keys."""
+    """The schema that a dataclass has as a part of a record: it allows no further keys."""
     made = create_model("Holder", __base__=Record, line=(kind, ...)).model_json_schema(schema_generator=_Schema)
     definitions: dict[str, Any] = made["$defs"]
     return {**definitions.pop(kind.__name__), "$defs": definitions}

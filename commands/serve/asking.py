@@ -1,4 +1,6 @@
-"""Requests to the loop from clients' bodies: prompts to tokens, fields to parameters, and drafting."""
+"""Requests to the loop from clients' bodies: prompts become tokens, and fields become sampling parameters and drafting
+settings.
+"""
 
 import dataclasses
 import json
@@ -30,18 +32,19 @@ from runtime.text.text import encode_text
 from runtime.util.errors import SpecDecError
 
 _DEFAULT_MAX_TOKENS = 16
-"""OpenAI's, for completions. A chat has as many as fit."""
+"""Default of `max_tokens` for completions, as OpenAI has it. A chat's answer may have as many tokens as fit."""
 
 
 _MOST_COPIED = 1 << 16
-"""Characters of what tools gave, the last ones, that are looked up as they would be written in a call."""
+"""Number of characters of tool results, the last ones, that are looked up in the form that they would have in a call.
+"""
 _MOST_TOOLS = 128
-"""Tools of a request that have pools."""
+"""Number of a request's tools that have pools of their own."""
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Drafting for all sequences of a request."""
+    """Drafting settings that all sequences of a request share."""
 
     by_default: bool = True
     drafter: Drafter | None = None
@@ -55,10 +58,12 @@ def ask_completion(served: ServedModel, body: CompletionRequest) -> list[ServeRe
 
 
 def ask_chat(served: ServedModel, body: ChatRequest) -> list[ServeRequest]:
-    """`n` requests for the conversation, with as many tokens as there is room for if no number is given."""
+    """`n` requests for the conversation. If `max_tokens` is not given, an answer may have as many tokens as there is
+    room for.
+    """
     if body.top_logprobs and not body.logprobs:
         raise HTTPError(400, "`top_logprobs` needs `logprobs`: true", param="top_logprobs", code="invalid_value")
-    tools_of(body)  # what is wrong with them is told first
+    tools_of(body)  # errors in the tools are reported first
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     prompt = served.llm.encode(chat_tokens(served, body), _max_prompt_len(served, body, max_tokens))[0]
     num_free = max(served.max_model_len - len(prompt), 1)
@@ -77,7 +82,7 @@ def _held_to(asked: ServeRequest, grammar: CompiledGrammar) -> ServeRequest:
 
 
 def _max_prompt_len(served: ServedModel, body: Generation, max_tokens: int | None) -> int | None:
-    """Most tokens that are kept of a prompt, the last; None: all."""
+    """Number of a prompt's last tokens that are kept; None for all."""
     if body.truncate_prompt_tokens is None:
         return None
     params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, max_tokens=max_tokens or None)
@@ -85,7 +90,7 @@ def _max_prompt_len(served: ServedModel, body: Generation, max_tokens: int | Non
 
 
 def _prompts(served: ServedModel, prompt: str | Seq[Any], max_length: int | None) -> list[list[int]]:
-    """The tokens of one prompt or several, texts or ids."""
+    """The tokens of each prompt of a body, which has one prompt or several, as texts or ids."""
     is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
     prompts = [prompt] if is_one else prompt
     if len(prompts) > served.max_sequences:
@@ -138,7 +143,7 @@ def _ask(
 
 
 def _scopes(body: Generation) -> tuple[Scope, ...]:
-    """The scopes of a request's outputs beside its owner, the most specific first."""
+    """Names of pools for a request's outputs in addition to its owner's, the most specific first."""
     scopes = [Scope.of("schema", [kind, value]) for _, kind, value in body.forms]
     if isinstance(body, ChatRequest):
         tools = [one.function for one in body.callable_tools[:_MOST_TOOLS]]
@@ -149,7 +154,7 @@ def _scopes(body: Generation) -> tuple[Scope, ...]:
 
 
 def _written(served: ServedModel, tokens: list[int]) -> str:
-    """Text of generated tokens, in which tools' names are looked for."""
+    """Text of generated tokens, in which names of tools are looked for."""
     return str(served.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -159,7 +164,7 @@ def _with_any_seed(request: Request) -> Request:
 
 
 def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """The fields that are given, the model's own defaults for the others, and else OpenAI's."""
+    """Sampling parameters of a request: the fields that it gives, then the model's own defaults, then OpenAI's."""
     values: dict[str, Any] = _with_form(served, body, served.defaults | body.given_params)
     if isinstance(body, ChatRequest) and lacks_switch(served, body):
         values["thinking_token_budget"] = 0
@@ -168,7 +173,7 @@ def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: in
 
 
 def _with_form(served: ServedModel, body: Generation, values: dict[str, Any]) -> dict[str, Any]:
-    """Parameters with the form of the output that the request asks for, in the place of the server's own."""
+    """Parameters with the grammar that the request asks for, in place of the server's own."""
     if not body.forms:
         return values
     (field, kind, value), *others = body.forms
@@ -186,7 +191,7 @@ def _with_form(served: ServedModel, body: Generation, values: dict[str, Any]) ->
 
 
 def _drafting(served: ServedModel, body: Generation) -> Drafting:
-    """Drafting of a request: by `speculative`, after the prediction if there is one."""
+    """Drafting of a request: the drafter that `speculative` names, and before it the prediction, if there is one."""
     if body.speculative is False:
         return Drafting(by_default=False)
     default = served.loop.default_drafter
@@ -208,9 +213,8 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
 
 
 def _copied_tokens(served: ServedModel, body: ChatRequest) -> list[int]:
-    """Tokens of what tools gave, as it would be written in the arguments of a call: a file's text has others there.
-
-    None where they would be the same, where the model's calls are not in JSON, or where nothing is drafted.
+    """Tokens of tool results, written as the arguments of a call would have them: a file's text has other tokens in a
+    JSON string. None if these tokens would be the same, if the model's calls are not in JSON, or if nothing is drafted.
     """
     form = served.tool_format
     is_json = form is not None and isinstance(form.call, JsonCall | NamedCall | HarmonyCall)
@@ -222,8 +226,8 @@ def _copied_tokens(served: ServedModel, body: ChatRequest) -> list[int]:
 
 
 def _own_drafter(served: ServedModel, asked: Speculative, owners: Seq[str | None]) -> Drafter | None:
-    """The lookup that a request names, else the server's own drafter, and the corpora that it names of these owners';
-    with drafts no longer than it says.
+    """The lookup that a request names, or else the server's own drafter, together with the owners' corpora that the
+    request names. Drafts are at most as long as the request says.
     """
     own = _own_lookup(asked)
     if asked.draft_len is not None:
@@ -253,7 +257,7 @@ def _own_drafter(served: ServedModel, asked: Speculative, owners: Seq[str | None
 
 
 def _own_lookup(asked: Speculative) -> LookupDrafter | None:
-    """The lookup that a request names."""
+    """The lookup that a request names, with its settings."""
     configs = {spec: getattr(asked, spec.description.flag) for spec in lookups()}
     named = {spec: config for spec, config in configs.items() if config is not None}
     if len(named) > 1:

@@ -1,4 +1,4 @@
-"""`specdec serve`, its flags: an HTTP server that OpenAI's clients know."""
+"""`specdec serve`, its flags: an HTTP server for clients of OpenAI's API."""
 
 import gc
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from runtime.util.errors import SpecDecError
 
 @dataclass(frozen=True)
 class ServeInputs:
-    """Settings of serving."""
+    """Settings of the served model and its answers."""
 
     max_num_tokens: MaxNumTokens = None
 
@@ -29,7 +29,8 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 def serve(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, server: ServerOptions) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it, with speculation in a running batch.
 
-    Only this machine can reach the server unless `--host` opens it. `/` is a page to try it, `/metrics` has metrics.
+    Only this machine can reach the server unless `--host` opens it. `/` is a page to try the model, `/metrics` has
+    metrics.
     """
     engine = engine.named()
     server.check()
@@ -54,7 +55,9 @@ def serve(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, serve
 
 @contextmanager
 def _kept_for_good() -> Iterator[None]:
-    """Nothing is looked through for garbage until the server has been opened: it takes 0.6 s, and all of it stays."""
+    """Turn Python's garbage collector off until the server has been opened: collecting takes 0.6 s, and all objects
+    made until then stay.
+    """
     gc.disable()
     try:
         yield
@@ -63,7 +66,7 @@ def _kept_for_good() -> Iterator[None]:
 
 
 def _check_packages() -> None:
-    """SpecDecError, before a model is opened, if the extra is not installed."""
+    """SpecDecError if the packages of the extra `serve` are not installed; it runs before a model is opened."""
     for name in _PACKAGES:
         try:
             import_module(name)

@@ -1,9 +1,9 @@
 """Corpora of a server: texts that clients add by name, in which drafts for their requests are looked up.
 
 A corpus belongs to the owner that added it, as keys and values do (`Request.cache_salt`). All clients may name the
-corpora that the server was started with. Several corpora of a request are searched as one index, so that the
-continuation that is most frequent in all of them is drafted. Corpora are in memory alone; their number and size are
-bounded by client.
+corpora that the server was started with. If a request names several corpora, they are searched as one index, so that
+the continuation that is most frequent in all of them is drafted. Corpora are kept in memory alone; each client may have
+a limited number of limited size.
 """
 
 import uuid
@@ -20,10 +20,10 @@ from runtime.text.corpus import Array, Corpus
 
 MOST_TOKENS, MOST_TOKENS_OF_CLIENT, MOST_OF_CLIENT = 10_000_000, 2_000_000, 64
 _MOST_INDICES = 16
-"""Indices of several corpora that are kept, those that were asked for last."""
+"""Number of indices over several corpora that are kept: the most recently used."""
 Owner = str | None
 _SERVER = "the server"
-"""Owner of the corpora that every client has."""
+"""Owner of the corpora that all clients may name."""
 
 
 class Corpora:
@@ -36,17 +36,19 @@ class Corpora:
         self._client_of: dict[Owner, Owner] = {}
         """The client that each owner belongs to: one API key has an owner for each `cache_salt`."""
         self._indices: OrderedDict[tuple[int, ...], tuple[tuple[Corpus, ...], Corpus]] = OrderedDict()
-        """Indices of several corpora, by the ids of these, which stand beside their index."""
+        """Indices over several corpora, by the ids of these corpora. Beside each index stand the corpora themselves."""
 
     def open(self, name: str, path: Path, tokenizer: object) -> None:
-        """Open a file for all clients. SpecDecError if it is no corpus, or one of another tokenizer."""
+        """Open a corpus file for all clients. SpecDecError if the file is no corpus, or if it was made with another
+        tokenizer.
+        """
         corpus = Corpus.open(path)
         check_corpus(corpus, tokenizer, self._vocab_size)  # type: ignore[arg-type]
         self._corpora.setdefault(_SERVER, {})[name] = corpus
 
     def add(self, owners: Seq[Owner], name: str | None, documents: Seq[Seq[int]]) -> tuple[str, int]:
-        """Add a corpus of these documents to the first of the owners, which all are the last one, a client; returns its
-        name, made up if none is given, and its number of tokens.
+        """Add a corpus of these documents. It belongs to the first of `owners`, which all belong to the last, a client.
+        Returns the corpus's name, made up if none is given, and its number of tokens.
         """
         owner, client = owners[0], owners[-1]
         name = uuid.uuid4().hex if name is None else name
@@ -84,7 +86,7 @@ class Corpora:
             raise HTTPError(400, what, param="documents", code="corpus_too_large")
 
     def remove(self, owner: Owner, name: str) -> None:
-        """Remove an owner's corpus; what is on its way goes on with it."""
+        """Remove an owner's corpus. Requests that are being answered go on drafting from it."""
         with self._lock:
             corpus = self._corpora.get(owner, {}).pop(name, None)
             if corpus is None:
@@ -95,11 +97,13 @@ class Corpora:
                 del self._indices[key]
 
     def num_tokens(self, owner: Owner) -> dict[str, int]:
-        """Numbers of tokens of an owner's corpora, and of those that all clients have."""
+        """Numbers of tokens of an owner's corpora, and of the corpora that all clients have."""
         return {name: corpus.info.num_tokens for name, corpus in (self._of(_SERVER) | self._of(owner)).items()}
 
     def find(self, owners: Seq[Owner], names: Seq[str]) -> Corpus:
-        """One index of the named corpora, each the first owner's that has one, or everybody's."""
+        """An index over the named corpora. Each name is looked up with the owners in order, and then among the corpora
+        of all clients.
+        """
         found = tuple(self._one(owners, name) for name in dict.fromkeys(names))
         if len(found) == 1:
             return found[0]

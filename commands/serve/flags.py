@@ -167,7 +167,9 @@ class ServerOptions:
 
     @property
     def corpora(self) -> dict[str, Path]:
-        """Files of corpora by their names; UsageError for a flag of another form, or a name that comes twice."""
+        """Files of corpora by their names; UsageError for a flag that is not `NAME=FILE`, or for a name that is given
+        twice.
+        """
         found: dict[str, Path] = {}
         for given in self.corpus or []:
             name, sign, path = given.partition("=")
@@ -178,8 +180,8 @@ class ServerOptions:
         return found
 
     def check(self) -> None:
-        """UsageError for a key that no header can carry, or an origin that no browser sends: they lock everyone out;
-        and for the name of no format.
+        """UsageError for a key that no HTTP header can carry, for an origin that no browser sends (either would lock
+        everyone out), and for the name of an unknown format.
         """
         self._check_certificate()
         if self.warm is not None:
@@ -203,7 +205,7 @@ class ServerOptions:
                 )
 
     def _check_certificate(self) -> None:
-        """UsageError for files of TLS that cannot be used: before a model is opened."""
+        """UsageError for certificate files that cannot be used; it runs before a model is opened."""
         if self.ssl_certfile is None:
             if self.ssl_keyfile is not None:
                 raise UsageError("`--ssl-keyfile` is given without a certificate", hint="name it by `--ssl-certfile`")

@@ -1,4 +1,4 @@
-"""The lines with which `serve` begins to listen: model, limits, drafter, routes, page, address."""
+"""The lines that `serve` prints when it begins to listen: model, limits, drafter, routes, page, address."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ _ROUTES = (
 
 
 def greeting(served: ServedModel, address: Address) -> Iterator[str]:
-    """The lines, of which the last has the address: who starts a server waits for it."""
+    """The lines; the last has the address, since a program that starts a server waits for that line."""
     yield (
         f"{served.name}: {_formats(served.llm.bundle.config)}, {served.max_model_len:,} tokens of context, "
         f"{served.llm.engine.max_batch_size} at once; {served.drafter}"

@@ -11,7 +11,9 @@ OnProgress = Callable[[list[RequestHandle]], None]
 
 
 def logging_receipts(path: Path, fingerprint: Fingerprint, form: IdsForm, on_progress: OnProgress) -> OnProgress:
-    """`on_progress`, after the receipts of the answers that have just ended are in the file."""
+    """Write a receipt for each answer that ends. `on_progress` is called when the receipts of the answers that have
+    just ended are in the file.
+    """
 
     def log(answers: list[RequestHandle]) -> None:
         lines = [

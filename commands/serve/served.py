@@ -1,4 +1,4 @@
-"""The model that a server answers with: its names, its bounds, what it does when a client does not say."""
+"""The model that a server answers with: its names, its limits, and the defaults for fields that clients leave out."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,13 +44,13 @@ class ServedModel:
     reasoning_parser: str | None = None
     """Name of the format of reasoning; None: the chat template's."""
     refuses_special_tokens: bool = False
-    """True if no text of a message may have a special token."""
+    """True if a special token in a message's text is refused."""
     takes_any_name: bool = False
-    """True if a request for another model is answered too, by this one."""
+    """True if a request that names another model is answered too, with this model."""
     drafter: str = "no drafter"
-    """The server's own, in words."""
+    """The server's own drafter, in words."""
     turn: Turn = field(default_factory=Turn)
-    """Turn of the thread that reads a request."""
+    """Turns of the threads that read requests."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The engine's, which is known before the first request."""
+        """The engine's fingerprint, which is computed before the first request."""
         return self.llm.fingerprint
 
     @property
@@ -69,7 +69,7 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its output."""
+        """Most tokens that a prompt and its output may have together."""
         return self.llm.bundle.config.build_config.max_request_len
 
     @property
@@ -90,7 +90,7 @@ class ServedModel:
 
     @property
     def template_text(self) -> str:
-        """The chat template; nothing if there is none."""
+        """The chat template's text; empty if there is none."""
         return self.llm.chat_template.text if self.has_chat_template else ""
 
     @cached_property
@@ -109,7 +109,7 @@ class ServedModel:
 
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """Format of what the model thinks before it answers, if it is known."""
+        """Format of the model's reasoning, if it is known."""
         if self.reasoning_parser is not None:
             return named_reasoning_format(self.reasoning_parser)
         return self.llm.chat_template.reasoning_format if self.has_chat_template else None
@@ -146,7 +146,7 @@ class ServedModel:
         }
 
     def check_name(self, name: str | None) -> None:
-        """HTTPError for another model's, which says what this server has."""
+        """HTTPError if the name is another model's; the error names the model of this server."""
         if name is None or name in self.names or self.takes_any_name:
             return
         own = ", ".join(f"`{own}`" for own in self.names)
@@ -159,7 +159,9 @@ class ServedModel:
         return self.max_model_len * self._longest_token
 
     def check_text_len(self, num_characters: int, param: str) -> None:
-        """HTTPError for a text with more characters than any tokens that fit could have, before it is tokenized."""
+        """HTTPError for a text with more characters than any prompt that fits could have; it runs before the text is
+        tokenized.
+        """
         if num_characters > self.max_text_len:
             raise HTTPError(
                 400,
@@ -169,7 +171,7 @@ class ServedModel:
             )
 
     def check_has_no_special_token(self, texts: Any, param: str) -> None:
-        """HTTPError for a special token in a text, or in a text within a list or an object."""
+        """HTTPError for a special token in a text; texts inside lists and objects are checked too."""
         if isinstance(texts, str):
             found = next((token for token in self.special_tokens if token and token in texts), None)
             if found is not None:
@@ -179,25 +181,25 @@ class ServedModel:
                 self.check_has_no_special_token(inner, param)
 
     def check_drafts_fit(self, draft_len: int, param: str) -> None:
-        """HTTPError if the engine takes no such drafts."""
+        """HTTPError if the engine takes no drafts of this length."""
         longest = self.llm.engine.max_draft_len
         if draft_len > longest:
             raise HTTPError(400, f"the engine takes drafts of at most {longest} tokens: {draft_len}", param=param)
 
 
 def _config_of(tokenizer: Any) -> dict[str, Any]:
-    """Config that transformers would save for a tokenizer's special tokens."""
+    """The config that transformers would save for a tokenizer's special tokens."""
     return {**tokenizer.special_tokens_map, "tokenizer_class": type(tokenizer).__name__}
 
 
 def _content(token: Any) -> str | None:
-    """Text of a special token, which is a string or an object with one."""
+    """Text of a special token, which is given as a string or as an object that has one."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def check_can_serve(llm: LLM) -> None:
-    """SpecDecError for an engine without a tokenizer: clients send texts, and read them."""
+    """SpecDecError for an engine without a tokenizer, since clients send and read texts."""
     if llm.tokenizer is None:
         raise SpecDecError(
             "serving needs a tokenizer, and the engine has none", hint="name a tokenizer", code="no_tokenizer"
@@ -205,7 +207,7 @@ def check_can_serve(llm: LLM) -> None:
 
 
 def prepare_chat(llm: LLM) -> bool:
-    """True if there is a chat template, which is loaded before the first client waits for it."""
+    """Load the chat template before the first client needs it; returns True if there is one."""
     is_there = has_chat_template(llm.tokenizer_dir)
     if is_there:
         llm.chat_template  # noqa: B018  # it is kept

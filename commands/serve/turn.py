@@ -1,16 +1,16 @@
-"""Turns of the threads that read requests: they compute in Python, and would hold up the steps of the model."""
+"""Turns of the threads that read requests: they compute in Python, and together would delay the model's steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import BoundedSemaphore, Lock, get_ident
 
 _MOST_TEMPLATES = 4
-"""Chat templates that are rendered at once, beside the thread whose turn it is."""
+"""Chat templates that are rendered at once, beside the thread that has its turn."""
 
 
 class Turn:
-    """Lets one thread at a time work on a body. A thread leaves its turn to the others while it waits for a grammar,
-    and while it renders a chat template, which may loop for seconds.
+    """Lets one thread at a time work on a body. A thread gives its turn to others while it waits for a grammar, and
+    while it renders a chat template, which may loop for seconds.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Turn:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Let others work meanwhile, if it is this thread's turn."""
+        """Let other threads work within the block, if it is this thread's turn."""
         if self._owner != get_ident():
             yield
             return
@@ -39,6 +39,8 @@ class Turn:
 
     @contextmanager
     def rendering(self) -> Iterator[None]:
-        """`left`, for rendering a chat template; waits where a few are being rendered already."""
+        """Give up the turn, as `left` does, while a chat template is rendered; waits if a few are being rendered
+        already.
+        """
         with self.left(), self._templates:
             yield

@@ -1,4 +1,4 @@
-"""Prompts that a server computes, or finds on disk, before it listens."""
+"""Prompts that a server computes, or reads from disk, before it listens."""
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -16,10 +16,8 @@ from runtime.util.reading import read_json_lines, read_utf8
 
 
 def warm(served: ServedModel, path: Path, keys: Seq[bytes]) -> str:
-    """Compute the prompts of a file, for each API key; returns what was done, in words.
-
-    A line is the body of a request, of a chat if it has `messages`; `max_tokens` does not count. SpecDecError names a
-    line that is none.
+    """Compute the prompts of a file, for each API key; returns a summary in words. A line is the body of a request: a
+    chat request if it has `messages`. `max_tokens` is ignored. SpecDecError names a line that is no such body.
     """
     requests = list[Request]()
     owners: Seq[bytes | None] = keys or (None,)
@@ -36,7 +34,9 @@ def warm(served: ServedModel, path: Path, keys: Seq[bytes]) -> str:
 
 
 def _requests(served: ServedModel, line: Any, where: str, key: bytes | None) -> list[Request]:
-    """Requests for the prompts of a body, of a client with this key. With two tokens a draft model reads them too."""
+    """Requests for the prompts of a body, sent by a client with this key. They generate two tokens, so that a draft
+    model reads the prompts too.
+    """
     body = line.get("body", line) if isinstance(line, dict) else line
     try:
         asked: Generation

@@ -1,4 +1,4 @@
-"""An opened model served at an address, from the first connection to the last, to clients that may ask."""
+"""An opened model served at an address, from the first connection to the last, to clients that have access."""
 
 import gc
 import hmac
@@ -35,9 +35,9 @@ from runtime.loop.session import Session
 from runtime.util.errors import SpecDecError
 
 _OPEN_PATHS = frozenset({"/", "/health"})
-"""Paths without a key: the page, which asks for it, and those for load balancers."""
+"""Paths that need no key: the page, which asks for the key, and paths for load balancers."""
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::\d*)?")
-"""A name or an address, and perhaps a port: RFC 9110, section 7.2."""
+"""A host's name or address, and perhaps a port: RFC 9110, section 7.2."""
 
 
 class Guard:
@@ -87,7 +87,9 @@ class Guard:
         raise HTTPError(403, "this host name is not allowed", param="Host", code="host_not_allowed")
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
-        """A browser tells whose page asks. Without this any page could have this machine compute for it."""
+        """Refuse a request from a page of another origin, which browsers name in a header. Otherwise any page could use
+        this machine for its computations.
+        """
         origin = headers.get(b"origin")
         if origin is None or {origin.decode("latin-1"), "*"} & self._allowed_origins:
             return
@@ -106,7 +108,7 @@ def split_keys(keys: str) -> list[bytes]:
 
 
 def _key_of(headers: dict[bytes, bytes]) -> bytes:
-    """The key that was sent, in either header: Anthropic's clients have one of their own."""
+    """The key that was sent, in either header: Anthropic's clients use another header than OpenAI's."""
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer":  # in any case, RFC 9110, section 11.1
         given = headers.get(b"x-api-key", b"")
@@ -123,7 +125,7 @@ class Serving:
 
 
 def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal ends the server."""
     options, address = serving.options, serving.address
     clock = Clock()
     served = open_served(setup.llm, setup.session, clock, serving.names, options)
@@ -153,7 +155,7 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
 def open_served(
     llm: LLM, session: Session, clock: Clock, names: tuple[str, ...], options: ServerOptions
 ) -> ServedModel:
-    """The model behind a loop that has not been started; SpecDecError if it cannot be served."""
+    """The model with a loop that is not started yet; SpecDecError if it cannot be served."""
     check_can_serve(llm)
     has_chat_template = prepare_chat(llm)
     with suppress(SpecDecError):  # told to those who ask for one
@@ -183,7 +185,7 @@ def open_served(
 
 
 def _own_defaults(llm: LLM, options: ServerOptions) -> dict[str, Any]:
-    """Defaults of requests that the server's flags name; SpecDecError for a budget that the model has no use for."""
+    """Defaults for requests from the server's flags; SpecDecError for a thinking budget if the model does not think."""
     llm.reasoning_parser = options.reasoning_parser
     if options.thinking_token_budget is None:
         return {}

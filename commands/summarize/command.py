@@ -1,7 +1,7 @@
 """`specdec summarize`, its flags: ROUGE, acceptance and speed on a dataset, beside Hugging Face's `generate`.
 
 The engine answers every batch twice, with the drafter and without, one after the other and each with an empty K/V
-cache: `speedup` compares those two.
+cache: `speedup` is the ratio of their times.
 """
 
 from dataclasses import replace
@@ -34,8 +34,8 @@ def summarize(
 ) -> None:
     """Measure quality and speed on a dataset: ROUGE, acceptance, latency and throughput, by category.
 
-    The first sample is a warm-up, and runs once more for the results. Decoding is greedy without sampling flags.
-    Flags of leader mode (V2) choose it in place of orchestrator mode (V1).
+    The first sample is a warm-up, and runs once more for the results. Decoding is greedy without sampling flags. With a
+    flag of leader mode (V2) it runs in that mode, otherwise in orchestrator mode (V1).
     """
     engine, evaluation = engine.named(), evaluation.with_test()
     inputs.check()
@@ -76,7 +76,7 @@ def _evaluate_engine(setup: "Setup", choice: EngineChoice, cluster: ClusterOptio
 
 
 def _hf_dir(inputs: SummarizeInputs, evaluation: EvaluationOptions) -> Path | None:
-    """Hugging Face's model, where it is to be run; SpecDecError if there is none."""
+    """Directory of Hugging Face's model, if it is to be run; None otherwise. SpecDecError if there is no such model."""
     if inputs.hf_model_dir is None or not evaluation.test_hf:  # TensorRT-LLM's command lines have it always
         return None
     directory = resolve_model(inputs.hf_model_dir)

@@ -1,4 +1,4 @@
-"""The JSON document of `specdec summarize`, which its tables and files are views of."""
+"""The JSON document of `specdec summarize`, from which its tables and files are made."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ Score = Annotated[float, Between(0, 100)]
 
 
 class Rouge(Record):
-    """F-measures x 100."""
+    """ROUGE's F-measures, times 100."""
 
     rouge1: Score
     rouge2: Score
@@ -45,8 +45,9 @@ class Rouge(Record):
 
 
 class SummarizeRequest(Record):
-    """A sample and its answer: the engine's, or transformers' where the engine was not run, without a `finish_reason`
-    and `stats`."""
+    """A sample and its answer. If the engine was not run, the answer is transformers', without a `finish_reason` and
+    `stats`.
+    """
 
     id: str
     category: str | None
@@ -85,7 +86,7 @@ class OtherSystem(_Times, _OfOthers):
 
 
 class Systems(Record):
-    """Values per system that was run."""
+    """Values for each system that was run."""
 
     engine: EngineSystem = absent()
     engine_no_drafter: EngineSystem = absent()
@@ -93,7 +94,7 @@ class Systems(Record):
 
 
 class Category(Record):
-    """The samples of a category; counts where the engine was run."""
+    """The samples of a category, with counts if the engine was run."""
 
     num_samples: Size
     num_references: Count = Field(description="samples with a reference, over which ROUGE is")
@@ -110,14 +111,14 @@ class Category(Record):
 
 
 class Identical(Record):
-    """Number of outputs that are token for token the same."""
+    """Number of outputs that are identical, token for token."""
 
     num_identical: Count
     num_samples: Size
 
 
 class Accuracy(Record):
-    """--check-accuracy"""
+    """Result of `--check-accuracy`."""
 
     rouge1: float
     threshold: float
@@ -185,9 +186,8 @@ class SummarizeDocument(MeasuredHead):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A dataset's samples, the token ids of their prompts, and what each system answered.
-
-    `hf_differences` is what makes Hugging Face's model another one than the engine's, with which it is not compared.
+    """A dataset's samples, the token ids of their prompts, and the answers of each system. `hf_differences` lists the
+    differences between Hugging Face's model and the engine's; if there are any, outputs are not compared.
     """
 
     samples: list[Sample]
@@ -198,7 +198,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Asked:
-    """The checks that are asked for: ROUGE-1's least and its largest loss, and what the lossless check found."""
+    """The checks that are asked for: the least ROUGE-1, its largest loss, and the result of the lossless check."""
 
     rouge1_threshold: float | None = None
     rouge1_max_loss: float | None = None
@@ -208,7 +208,9 @@ class Asked:
 def summary_document(
     setup: Setup, evaluation: Evaluation, settings: dict[str, Any], asked: Asked, *, per_step: bool
 ) -> SummarizeDocument:
-    """Everything that was measured. `requests` and `total` are the engine's, as in `run`; `systems` has each one."""
+    """The document with all measurements. `requests` and `total` are the engine's, as in `run`; `systems` has every
+    system.
+    """
     samples, runs, max_draft_len = evaluation.samples, evaluation.runs, setup.session.max_draft_len
     found: dict[str, Any] = {run.name: _system(max_draft_len, samples, run) for run in runs}
     systems, work = Systems(**found), {run.name: run.work for run in runs}
@@ -245,7 +247,7 @@ def _system(max_draft_len: int, samples: list[Sample], run: "SystemRun") -> Engi
 
 
 def _rouge(outputs: list[str], references: list[str | None]) -> Rouge | None:
-    """ROUGE of the outputs that have a reference; None where none has."""
+    """ROUGE of the outputs that have a reference; None if none has."""
     pairs = [(o, reference) for o, reference in zip(outputs, references, strict=True) if reference is not None]
     return Rouge(**rouge_scores([o for o, _ in pairs], [reference for _, reference in pairs])) if pairs else None
 
@@ -280,7 +282,7 @@ def _requests(max_draft_len: int, evaluation: Evaluation, *, per_step: bool) -> 
 
 
 def _categories(max_draft_len: int, samples: list[Sample], runs: list["SystemRun"]) -> dict[str, Category]:
-    """ROUGE, acceptance, TPOT and speedup per category; empty where the data names none."""
+    """ROUGE, acceptance, TPOT and speedup for each category; empty if the data has no categories."""
     categories = sorted({sample.category for sample in samples if sample.category is not None})
     return {category: _category(max_draft_len, samples, runs, category) for category in categories}
 
@@ -305,7 +307,7 @@ def _category(max_draft_len: int, samples: list[Sample], runs: list["SystemRun"]
 
 
 def _counts(max_draft_len: int, answers: list[Any], work: "Work | None") -> dict[str, Any]:
-    """Counts of the engine for a category, if it was run."""
+    """Counts of the engine for a category; None if the engine was not run."""
     from runtime.core.generation import total_record
 
     if work is None:
@@ -322,7 +324,9 @@ def _speedup(base: "Work | None", engine: "Work | None") -> float | None:
 def _checks(
     setup: Setup, evaluation: Evaluation, rouge: dict[SystemName, Rouge | None], asked: Asked
 ) -> SummarizeChecks:
-    """Numbers of outputs equal to the other systems', left out where draws differ by nature; and requested checks."""
+    """The requested checks, and the numbers of outputs that are equal to the other systems'. These numbers are left out
+    if outputs are sampled in ways that differ by nature.
+    """
     checks: dict[str, Any] = {}
     runs = {run.name: run for run in evaluation.runs}
     engine, is_same_model = runs.get("engine"), not evaluation.hf_differences
@@ -341,7 +345,7 @@ def _checks(
 
 
 def _accuracy(rouge: dict[SystemName, Rouge | None], threshold: float, max_loss: float | None) -> Accuracy:
-    """Against the threshold, and against Hugging Face's score if a largest loss is given."""
+    """ROUGE-1 compared with the threshold, and with Hugging Face's score if a largest loss is given."""
     found = rouge["engine"]
     assert found is not None  # there are references, or nothing would have been answered
     rouge1, passed = found.rouge1, found.rouge1 >= threshold
@@ -358,7 +362,9 @@ def _num_identical(a: "SystemRun", b: "SystemRun") -> int:
 
 
 def write_outputs(output_dir: Path, llm: "LLM", runs: list["SystemRun"], document: SummarizeDocument) -> None:
-    """`engine.out` and `hf.out` with one output per sample, as TensorRT-LLM's summarize.py, and `summary.json`."""
+    """Write `engine.out` and `hf.out`, with an output for each sample as in TensorRT-LLM's summarize.py, and
+    `summary.json`.
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
     for run in runs:
         if run.name == "engine_no_drafter":

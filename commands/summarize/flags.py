@@ -64,7 +64,7 @@ class SummarizeInputs:
         return [Path(path) for path in given if path is not None]
 
     def check(self) -> None:
-        """UsageError for texts that are their own references."""
+        """UsageError if the column of texts is also the column of references."""
         if self.text_column is not None and self.text_column == self.reference_column:
             raise UsageError(
                 f"`--text-column` and `--reference-column` name the same column: {self.text_column}",
@@ -92,7 +92,7 @@ class EvaluationOptions:
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
     def with_test(self) -> "EvaluationOptions":
-        """The same with the engine to test where nothing is asked for."""
+        """The same options; if no system is to be tested, with the engine."""
         return self if self.test_engine or self.test_hf else replace(self, test_engine=True)
 
     def check(self, hf_model_dir: str | None) -> None:
@@ -175,7 +175,7 @@ class SummarizeResults:
         return _DEFAULT_THRESHOLD if self.rouge1_threshold is None else self.rouge1_threshold
 
     def check(self, *, test_engine: bool, test_hf: bool) -> None:
-        """UsageError for what is the engine's where it is not run."""
+        """UsageError for a flag about the engine if the engine is not run."""
         if self.rouge1_max_loss is not None:
             given = f"`--rouge1-max-loss {self.rouge1_max_loss:g}`"
             if not self.check_accuracy:
@@ -203,7 +203,7 @@ class SummarizeResults:
             )
 
     def check_files(self, inputs: list[Path]) -> None:
-        """SpecDecError unless each can be written; `--output-dir` has files of its own, and may be going to be made."""
+        """SpecDecError unless each file can be written. `--output-dir` has files of its own, and need not exist yet."""
         check_report(self.report)
         outputs = [path for path in (self.output_traces, self.report) if path is not None]
         new_dir = None

@@ -1,9 +1,9 @@
-"""ROUGE scores of generated text, computed where no hub can be reached.
+"""ROUGE scores of generated text, computed without access to a hub.
 
-`evaluate.load("rouge")` downloads the metric's script, so this module holds the metric itself: an
-`evaluate.Metric` over the `rouge_score` package with the settings of evaluate's own `metrics/rouge/rouge.py`
-(no stemmer, one reference per prediction, bootstrap aggregation). It keeps two invariants: the same texts
-always give the same numbers, and nothing is left on disk, so any number of processes may score at once.
+`evaluate.load("rouge")` downloads the metric's script, so this module holds the metric itself: an `evaluate.Metric`
+over the `rouge_score` package with the settings of evaluate's own `metrics/rouge/rouge.py` (no stemmer, one reference
+per prediction, bootstrap aggregation). It keeps two invariants: the same texts always give the same numbers, and
+nothing is left on disk, so any number of processes may score at once.
 """
 
 import re
@@ -22,11 +22,11 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 def rouge_scores(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """F-measures x 100 of `ROUGE_TYPES`, prediction i against reference i.
 
-    A score is the median of 1,000 bootstrap means, not the mean of the samples: that is what evaluate's
-    metric returns and TensorRT-LLM's `examples/summarize.py` prints. The draws are seeded with 0 as there;
-    the global state of `np.random` is put back afterwards. `rougeLsum` takes each line as a sentence.
+    A score is the median of 1,000 bootstrap means, not the mean of the samples: that is what evaluate's metric returns
+    and TensorRT-LLM's `examples/summarize.py` prints. The draws are seeded with 0 as there; the global state of
+    `np.random` is put back afterwards. `rougeLsum` takes each line as a sentence.
 
-    Raises SpecDecError where there is nothing to score.
+    Raises SpecDecError if there is nothing to score.
     """
     assert len(predictions) == len(references), (len(predictions), len(references))
     if not predictions:
@@ -52,7 +52,7 @@ def _scores(predictions: tuple[str, ...], references: tuple[str, ...]) -> dict[s
 
 @contextmanager
 def _hidden(name: str) -> Iterator[None]:
-    """Have imports of a package fail, as where it is not installed."""
+    """Make imports of a package fail within the block, as if it were not installed."""
     before = sys.modules.get(name)
     sys.modules[name] = None  # type: ignore[assignment]  # what the import system documents for it
     try:
@@ -64,7 +64,7 @@ def _hidden(name: str) -> Iterator[None]:
 
 
 def _metric_class() -> Any:
-    """The metric's class. Made on demand: its base takes seconds to import, and `--help` must not wait."""
+    """The metric's class. It is made on demand: its base class takes seconds to import, and `--help` must not wait."""
     import datasets
     import numpy as np
     from rouge_score import rouge_scorer, scoring
@@ -73,7 +73,9 @@ def _metric_class() -> Any:
         import evaluate
 
     class Aggregator(scoring.BootstrapAggregator):  # type: ignore[misc]  # rouge_score ships no types
-        """`rouge_score`'s, which draws and averages its 1,000 samples at once: the same bits, 30 times as fast."""
+        """`rouge_score`'s aggregator, drawing and averaging its 1,000 samples at once: the same bits, 30 times as
+        fast.
+        """
 
         def _bootstrap_resample(self, matrix: Any) -> Any:
             drawn = np.random.choice(len(matrix), size=(self._n_samples, len(matrix)))

@@ -79,9 +79,8 @@ def evaluate(
     results: SummarizeResults,
     output: Output,
 ) -> None:
-    """Answer, check, write and show; SpecDecError if a check fails.
-
-    After Ctrl-C exit 130 with what was answered, and no check.
+    """Answer the samples, check, write and show; SpecDecError if a check fails. After Ctrl-C, exits with 130 and writes
+    the answers so far, without checks.
     """
     if options.batch_size > 1:
         samples = by_category(samples)
@@ -134,8 +133,8 @@ def _warn_of_other_letters(samples: list[Sample], output: Output) -> None:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Answers of each system; differences between Hugging Face's model and the engine's; whether Ctrl-C came, and the
-    places of the samples that were answered.
+    """Answers of each system; differences between Hugging Face's model and the engine's; whether Ctrl-C came; and the
+    indices of the samples that were answered.
     """
 
     runs: list[SystemRun]
@@ -145,7 +144,9 @@ class _Answers:
 
 
 def _check_samples(setup: Setup, samples: list[Sample], prompts: list[list[int]]) -> None:
-    """SpecDecError, with its place in the dataset, for a sample that cannot be answered; before the first is."""
+    """SpecDecError, with its place in the dataset, for a sample that cannot be answered. All samples are checked before
+    the first is answered.
+    """
     template = setup.llm.request_of(setup.params)
     zipped = enumerate(zip(samples, prompts, strict=True))
     setup.session.check_requests([replace(template.with_prompt(i, p), label=sample.where) for i, (sample, p) in zipped])
@@ -154,7 +155,7 @@ def _check_samples(setup: Setup, samples: list[Sample], prompts: list[list[int]]
 def _run_systems(
     setup: Setup, batches: Batches, systems: Systems, options: EvaluationOptions, output: Output
 ) -> _Answers:
-    """The engine with its drafter and without, and Hugging Face, where they are asked for."""
+    """Answers of the systems that are asked for: the engine with its drafter, the engine without, and Hugging Face."""
     question = Question(setup.llm, setup.llm.request_of(setup.params))
     runs: list[SystemRun] = []
     places, hf_dir = places_of(batches), systems.hf_dir
@@ -199,7 +200,7 @@ def _warn_of_another_model(hf_dir: Path, differences: list[str], output: Output)
 
 
 def _asked(session: Session, runs: list[SystemRun], results: SummarizeResults, output: Output) -> Asked:
-    """The checks that are asked for; the lossless one made."""
+    """Make the lossless check, if it is asked for; returns all checks that are asked for."""
     lossless = None
     if results.check_lossless:
         lossless = lossless_check(session, runs[0].sequences, runs[1].sequences, output)
@@ -224,13 +225,17 @@ def _fail_unless_accurate(check: Accuracy | None) -> None:
 
 
 def by_category(samples: list[Sample]) -> list[Sample]:
-    """The samples of the category that comes first, then those of the next; otherwise in order."""
+    """The samples in order of categories: all samples of the first sample's category, then those of the
+    next category.
+    """
     order = {category: i for i, category in enumerate(dict.fromkeys(sample.category for sample in samples))}
     return sorted(samples, key=lambda sample: order[sample.category])
 
 
 def make_batches(samples: list[Sample], prompts: list[list[int]], batch_size: int) -> list[list[list[int]]]:
-    """Prompts answered together; all of one category, because a batch's time cannot be divided between two."""
+    """Groups of prompts that are answered together. The prompts of a group are of the same category, since a batch's
+    time cannot be divided between two.
+    """
     batches: list[list[list[int]]] = []
     previous = None
     for sample, prompt in zip(samples, prompts, strict=True):
@@ -244,7 +249,7 @@ def make_batches(samples: list[Sample], prompts: list[list[int]], batch_size: in
 def encode_samples(
     samples: list[Sample], eval_task: EvalTask, tokenizer: Tokenizer | None, max_input_length: int
 ) -> list[list[int]]:
-    """Token ids of each sample's prompt, cut to their last tokens with a warning."""
+    """Token ids of each sample's prompt. A prompt that is too long is cut to its last tokens, with a warning."""
     prompts, num_truncated = [], 0
     for sample in samples:
         text = summarization_prompt(sample.text) if eval_task == "summarize" else sample.text
@@ -257,7 +262,7 @@ def encode_samples(
 
 
 def _bare_summary(document: SummarizeDocument) -> list[str]:
-    """A line for each system, then what they are compared and checked by."""
+    """The summary for `--quiet`: a line for each system, then the comparisons and checks."""
     lines = []
     for name, system in document.systems:
         if system is not None:
@@ -269,7 +274,9 @@ def _bare_summary(document: SummarizeDocument) -> list[str]:
 def show_summary(
     document: SummarizeDocument, samples: list[Sample], runs: list[SystemRun], stats: str, output: Output
 ) -> None:
-    """The first sample as TensorRT-LLM prints it, a column per system, the categories, and the checks."""
+    """Show the first sample as TensorRT-LLM prints it, a table with a column for each system, the categories, and the
+    checks.
+    """
     if output.quiet:
         output.text("\n".join(_bare_summary(document)))
         return
@@ -335,7 +342,7 @@ def _system_table(document: SummarizeDocument, runs: list[SystemRun]) -> Table:
 
 
 def _part_of_step(total: Total, part: str) -> str:
-    """Mean time of a step's part; drafting that took no time at all was not done."""
+    """Mean time of a part of a step; None for a part that took no time at all, such as drafting without a drafter."""
     seconds: float | None = getattr(total, f"{part}_time_per_step_s")
     return "-" if part.startswith("draft") and not seconds else milliseconds(seconds)
 

@@ -1,8 +1,8 @@
-"""The batches of `summarize`, answered by Ray's workers: a batch is a request, and answered as in one process.
+"""The batches of `summarize`, answered by Ray's workers.
 
-A worker has the same engine, drafter and settings, and begins each batch with an empty cache. So tokens and counts are
-those of one process, regardless of the worker; only what drafters carry from one batch to the next is each worker's
-own.
+A batch is a request to a worker, which answers it like a single process. A worker has the same engine, drafter and
+settings, and begins each batch with an empty cache. So tokens and counts are those of one process, whichever worker
+answers. Only the things that drafters learn from one batch for the next are each worker's own.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ _WINDOW = 2  # the next batch is there when one is done
 
 @dataclass(frozen=True)
 class BatchAsked:
-    """Prompts to answer together, and their places among all."""
+    """Prompts to answer together, and their indices among all prompts."""
 
     id: str
     prompts: list[list[int]]
@@ -70,7 +70,7 @@ class EvaluationJob:
 
 
 class EvaluationModel:
-    """Answers one batch after the other."""
+    """A model that answers one batch after the other."""
 
     window = _WINDOW
 
@@ -84,7 +84,7 @@ class EvaluationModel:
 
     @property
     def failure(self) -> SpecDecError | None:
-        """Why an engine answers nothing any more; None while they do."""
+        """The reason why the engine no longer answers; None while it does."""
         draft_engine = self._session.draft_engine
         return self.question.llm.engine.failure or (draft_engine.failure if draft_engine else None)
 
@@ -100,7 +100,7 @@ class EvaluationModel:
 def evaluate_by_workers(
     choice: EngineChoice, cluster: ClusterOptions
 ) -> Callable[[Question, Session, Batches, Callable[[], None]], list[SystemRun]]:
-    """Replacement of `evaluate_engine` by workers."""
+    """A function with the arguments of `evaluate_engine` that lets workers answer."""
 
     def evaluate(
         question: Question, session: Session, batches: Batches, advance: Callable[[], None]
@@ -122,7 +122,9 @@ def evaluate_by_workers(
 
 
 def _portable(run: SystemRun) -> SystemRun:
-    """Without what cannot be sent: a tokenizer's stop words, grammars, thinking, and what sequences sampled by."""
+    """The run without objects that cannot be sent to another process: tokenizers' stop words, grammars, thinking, and
+    samplers of sequences.
+    """
     for sequence in run.sequences:
         sequence.request = replace(sequence.request, stop_check=None, grammar=None, thinking=None)
         vars(sequence).pop("sampler", None)
@@ -130,7 +132,7 @@ def _portable(run: SystemRun) -> SystemRun:
 
 
 def _own(question: Question, answered: BatchAnswered) -> list[SystemRun]:
-    """The answers with requests of this process; SpecDecError if there are none."""
+    """The answers joined to the requests of this process; SpecDecError if a worker sent an error."""
     if answered.error is not None:
         raise answered.error
     for run in answered.runs:

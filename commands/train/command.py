@@ -1,4 +1,4 @@
-"""`specdec train`, its flags: an EAGLE-3 head is made, or a head trained further, on the model's own answers."""
+"""`specdec train`, its flags: makes an EAGLE-3 head, or trains a head further, on the model's own answers."""
 
 from pathlib import Path
 
@@ -12,14 +12,13 @@ from runtime.text.trace_lines import check_trace_lines
 from runtime.util.errors import SpecDecError, UsageError
 
 _MOST_STEPS = 8
-"""Tokens that a head drafts in a row while it learns, at most."""
+"""Most tokens that a head drafts in a row during training."""
 
 
 @expand_groups
 def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, output: Output) -> None:
-    """Train a drafting head on the model's own answers: a new EAGLE-3 head, or one that exists further.
-
-    Or adapt a small model, so that it drafts several tokens in one pass.
+    """Train a drafting head on the model's own answers: a new EAGLE-3 head, or an existing head further. Or adapt a
+    small model, so that it drafts several tokens in one pass.
 
     An existing head is an EAGLE-3 head or the MTP head in the model's own checkpoint. The model itself does not change.
     Its hidden states are computed once, and kept in the working directory. A new head is weak: published heads have
@@ -56,7 +55,7 @@ def train(inputs: TrainInputs, options: TrainOptions, results: TrainResults, out
 
 
 def _check_parallel(inputs: TrainInputs, options: TrainOptions) -> None:
-    """UsageError for flags of heads beside `--parallel`."""
+    """UsageError for flags of heads beside `--parallel`, which trains a model."""
     if inputs.draft_model_dir is not None:
         raise UsageError(
             f"`--parallel` adapts a model and `--draft-model-dir` is a head: {inputs.draft_model_dir}",
@@ -71,7 +70,7 @@ def _check_parallel(inputs: TrainInputs, options: TrainOptions) -> None:
 
 
 def _check_head(given: HeadConfig, inputs: TrainInputs, options: TrainOptions) -> None:
-    """SpecDecError for a head that is not trained, or not with these options, by its config."""
+    """SpecDecError for a head that cannot be trained, or not with these options, as its config shows."""
     if given.kind not in ("eagle3", "mtp"):
         raise UsageError(
             f"a head of this kind cannot be trained, {given.kind}: {inputs.draft_model_dir}",

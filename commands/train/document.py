@@ -9,7 +9,7 @@ from runtime.checkpoint.config import Count, Size
 
 
 class AcceptedLength(Record):
-    """Steps that the held-out texts would take with greedy drafts of one length."""
+    """Number of steps that the held-out texts would take with greedy drafts of one length."""
 
     draft_len: Size
     num_steps_before: Size = Field(description="steps of the target with the head as it was, or new")

@@ -70,7 +70,9 @@ class TrainInputs:
     ] = False
 
     def named(self) -> "TrainInputs":
-        """The same with the model that the first word names. UsageError if no model is named, or two models are."""
+        """The same inputs with the model that the first word names. UsageError if no model is named, or two models
+        are.
+        """
         model_dir = self.model_dir if self.model is None else self.model
         if self.model is not None:
             named_by(self.model, self.model_dir, None)
@@ -82,7 +84,7 @@ class TrainInputs:
 
     @property
     def target(self) -> str:
-        """The model, once it is `named`."""
+        """The target model, after `named`."""
         assert self.model_dir is not None
         return self.model_dir
 
@@ -95,7 +97,7 @@ class TrainInputs:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Length and settings of the training; None where they depend."""
+    """Length and settings of the training; None where the default depends on other settings."""
 
     num_epochs: Annotated[int, option(RUNTIME, "Number of passes over the texts.", min=1)] = 3
     learning_rate: Annotated[

@@ -1,4 +1,6 @@
-"""Work of `train` once its flags are checked: answers, hidden states, the training, and what came of it."""
+"""Work of `train` once its flags are checked: answers the prompts, computes hidden states, trains, and measures the
+result.
+"""
 
 import json
 import shutil
@@ -118,7 +120,7 @@ def start_training(
 def _open_target(
     stack: ExitStack, inputs: TrainInputs, results: TrainResults, given: HeadConfig | Path | None, output: Output
 ) -> LLM:
-    """The target's engine, which gives the hidden states that the head reads, as for drafting with it."""
+    """The target's engine, which computes the hidden states that the head reads, as it does when the head drafts."""
     config = read_model_config(resolve_model(inputs.target))
     heads = [given] if isinstance(given, HeadConfig) else []
     states = read_states_of(num_layers_of(config)) if given is None else states_of_heads(heads, config)
@@ -142,7 +144,7 @@ def _traces(llm: LLM, inputs: TrainInputs, prompts: list[Prompt], directory: Pat
 
 
 def _answers(llm: LLM, inputs: TrainInputs, prompts: list[Prompt], directory: Path, output: Output) -> list[Trace]:
-    """Greedy answers to the prompts; those that an earlier start has given stand in the working directory."""
+    """Greedy answers to the prompts. Answers that an earlier start has given are read from the working directory."""
     if not prompts:
         return []
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=inputs.max_output_len)
@@ -182,7 +184,7 @@ def _answers(llm: LLM, inputs: TrainInputs, prompts: list[Prompt], directory: Pa
 
 
 def _kept_answers(path: Path) -> list[Trace]:
-    """The answers of an earlier start; what it wrote in part is cut off."""
+    """The answers of an earlier start; a last line that is incomplete is cut off."""
     if not path.is_file():
         return []
     text = path.read_bytes()
@@ -217,7 +219,7 @@ def _open_run(
 
 
 def _usual_steps(given: HeadConfig | Path | None) -> int:
-    """`--num-unrolled-steps` where it is not given."""
+    """Default of `--num-unrolled-steps`."""
     if isinstance(given, Path):
         return NUM_DEPTHS
     return given.num_layers if given is not None and given.is_chain else NUM_UNROLLED_STEPS
@@ -229,7 +231,7 @@ def _digest_of(head: HeadConfig) -> str:
 
 
 def _train(run: TrainingRun, output: Output) -> tuple[Accepted, Accepted]:
-    """Train, and measure held-out texts before and after."""
+    """Train, and measure the held-out texts before and after."""
     states = run.states
     with output.progress("hidden states", sum(states.lengths), sum(states.lengths[: states.num_texts])) as advance:
         run.compute_states(lambda count, said: advance(count, "tokens"))
@@ -244,7 +246,7 @@ def _train(run: TrainingRun, output: Output) -> tuple[Accepted, Accepted]:
 
 
 def best_length(accepted: Accepted) -> int:
-    """The longest draft whose last token is worth at least a tenth of a step."""
+    """The longest draft whose last token saves at least a tenth of a step."""
     found = accepted.tokens_per_step
     gains = [after - before for before, after in zip([1.0, *found], found, strict=False)]
     return max([i + 1 for i, gain in enumerate(gains) if gain >= 0.1], default=1)

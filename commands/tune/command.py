@@ -1,4 +1,6 @@
-"""`specdec tune`, its flags: find the drafter and the draft length for an engine and its requests, if one pays."""
+"""`specdec tune`, its flags: finds the drafter and the draft length for an engine and its requests, if any drafter
+pays.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +22,8 @@ from runtime.util.errors import UsageError
 
 
 def model_to_try(inputs: TuneInputs, options: TuneOptions, flags: Any) -> DrafterSpec | None:
-    """The draft model or trained head that is tried beside lookups: one that is given without its drafter, or the
-    target's own.
+    """The draft model or trained head that is tried beside lookups: a model that is given without its drafter, or the
+    target's own head.
     """
     if options.drafters is not None or chooses_drafter(flags):
         return None
@@ -34,7 +36,9 @@ def model_to_try(inputs: TuneInputs, options: TuneOptions, flags: Any) -> Drafte
 def named_drafter(
     inputs: TuneInputs, options: TuneOptions, flags: Any, model: DrafterSpec | None
 ) -> tuple[Speculation, Devices]:
-    """Drafters named by the flags for tuning; none for the grid, which knows only `--ngram-pool` and the `model`."""
+    """Drafters that flags name for tuning; empty for the grid of all lookups, whose only flags are `--ngram-pool` and
+    the `model`.
+    """
     model_dir, drafters = inputs.model.model_dir, options.drafters
     if drafters is not None and "custom" in drafters:
         raise UsageError(
@@ -58,7 +62,7 @@ def named_drafter(
 
 
 def check_replay(named: Speculation, tokenizer_dir: Path | None) -> None:
-    """SpecDecError for what cannot be opened where there is no engine."""
+    """SpecDecError for a drafter or tokenizer that cannot be opened without an engine."""
     if tokenizer_dir is not None:
         resolve_tokenizer(tokenizer_dir)
     named.check_fits(None)
@@ -69,10 +73,11 @@ def check_replay(named: Speculation, tokenizer_dir: Path | None) -> None:
 def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Output) -> None:
     """Find the drafter and the draft length that save most time, if any does.
 
-    Replays recorded outputs through many lookups, which needs no model. With an engine, it predicts each one's time
+    Replays recorded outputs through many lookups, which needs no model. With an engine, it predicts each lookup's time
     from the engine's step costs, times the best three and no drafter, and recommends the fastest. Decoding is greedy.
-    Draft models, trained heads and self-drafting cannot be replayed, so they are run with drafts of each length.
-    Name a drafter to tune only that one. With `--draft-model-dir` alone, that model is tried as well.
+
+    Draft models, trained heads and self-drafting cannot be replayed, so they are run with drafts of each length. Name a
+    drafter to tune only that drafter. With `--draft-model-dir` alone, that model is tried as well.
     """
     inputs = inputs.with_model()
     model = model_to_try(inputs, options, flags)

@@ -11,7 +11,7 @@ from runtime.drafters.spec import DraftLenMode
 
 
 class Candidate(Record):
-    """A drafter with its settings, or several drafters, or none."""
+    """A drafter with its settings, several drafters, or no drafter."""
 
     drafter: TunedDrafter = Field(description="null for no drafter")
     draft_len_mode: DraftLenMode
@@ -20,14 +20,14 @@ class Candidate(Record):
 
 
 class Screened(Candidate):
-    """A candidate on some of the traces."""
+    """A candidate that was replayed on some of the traces."""
 
     num_traces: Size
     total: Counts
 
 
 class ReplayedCandidate(Candidate):
-    """A candidate on all traces."""
+    """A candidate that was replayed on all traces."""
 
     total: Counts
     by_category: dict[str, Counts]
@@ -45,7 +45,7 @@ class Tried(Candidate):
 
 
 class Factors(Record):
-    """Ratios of the measured to the predicted time without a drafter, which scale predictions."""
+    """Ratios of measured to predicted time without a drafter. Predictions are multiplied by them."""
 
     prompts: Positive
     steps: Positive

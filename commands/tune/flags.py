@@ -33,7 +33,7 @@ class TuneInputs:
     tokenizer_dir: TokenizerDir = None
 
     def with_model(self) -> "TuneInputs":
-        """The same with the model or engine that the first word names. UsageError if a flag names another."""
+        """The same inputs with the model or engine that the first word names. UsageError if a flag names another."""
         model_dir, engine_dir = self.model.model_dir, self.engine_dir
         if self.named is not None:
             model_dir, engine_dir = named_by(self.named, model_dir, engine_dir)
@@ -53,7 +53,7 @@ class TuneInputs:
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Settings of the search, and the output file; None where nothing was given."""
+    """Settings of the search, and the output file; None where no value was given."""
 
     max_output_len: Annotated[
         int | None, option(RUNTIME, "Tokens to generate from a prompt.", shown=str(DEFAULT_OUTPUT_LEN), min=1)
@@ -96,7 +96,9 @@ class TuneOptions:
     report: Report = None
 
     def check(self, inputs: TuneInputs, named: Speculation) -> None:
-        """UsageError for nothing to tune for or on, or for options that mean nothing there."""
+        """UsageError if there are no requests or no candidates to tune for, or for options that have no effect with the
+        inputs.
+        """
         inputs.model.check(inputs.engine_dir)
         if self.save and inputs.model.model_dir is None:
             raise UsageError(
@@ -149,7 +151,7 @@ class TuneOptions:
 
 
 def _refuse(reason: str, given: Mapping[str, object], hint: str) -> None:
-    """UsageError for the first of these flags that was given."""
+    """UsageError with this reason for the first of the flags that was given."""
     for flag, value in given.items():
         if value is not None:
             raise UsageError(f"`{flag}` {reason}: {value}", hint=hint)

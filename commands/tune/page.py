@@ -18,7 +18,7 @@ _DEFINITIONS = {
 
 
 def tune_page(document: dict[str, Any], use: str | None, in_eight_bits: InEightBits | None = None) -> str:
-    """`use` is the command that drafts as it is recommended; None where nothing was timed."""
+    """The page. `use` is the command with the recommended drafter; None if nothing was timed."""
     engine, timed = document["engine"], document["timed"] or []
     return page(
         "tune.html",
@@ -35,7 +35,7 @@ def tune_page(document: dict[str, Any], use: str | None, in_eight_bits: InEightB
 
 
 def _place_of_best(document: dict[str, Any]) -> int | None:
-    """The place in `timed` of what is recommended."""
+    """Index in `timed` of the recommended candidate."""
     if document["recommended"] is None:
         return None
     return next(i for i, one in enumerate(document["timed"]) if one["flags"] == document["recommended"]["flags"])
@@ -52,7 +52,7 @@ def _finding(document: dict[str, Any]) -> str:
 
 
 def _bars(one: dict[str, Any], none: dict[str, Any]) -> Bars:
-    """The predicted and the measured time of a candidate that was timed; `none` is no drafter's."""
+    """Bars of the predicted and the measured time of a timed candidate, beside the time without a drafter (`none`)."""
     times = [("predicted", one["predicted_s"]), ("measured", one["measured_s"])]
     shown = [
         (name, name, seconds, f"{seconds:,.2f} s ({none[f'{name}_s'] / seconds:.2f}x)")

@@ -1,4 +1,4 @@
-"""Work of `tune` once its flags are checked: measures candidates, and shows what they yield."""
+"""Work of `tune` once its flags are checked: measures candidates, and shows the results."""
 
 import warnings
 from collections.abc import Sequence
@@ -74,20 +74,22 @@ from runtime.util.errors import SpecDecWarning
 
 @dataclass(frozen=True)
 class Tuning:
-    """Replayed candidates, *no drafter* first, and with an engine those run once, and those timed."""
+    """Results of a search: the replayed candidates, beginning with *no drafter*; and, with an engine, the candidates
+    that were run once, and those that were timed.
+    """
 
     search: Search
     settings: TuneSettings
     tried: Sequence[Measured] = ()
     confirmation: Confirmation | None = None
     model_dir: str | None = None
-    """Model whose engine was tuned; None of an engine that `build` made."""
+    """Model whose engine was tuned; None for an engine that `build` made."""
     engine: EngineRecord | None = None
     in_eight_bits: InEightBits | None = None
 
     @property
     def device_ids(self) -> tuple[int, ...]:
-        """The target's; by replay alone the first, as in all examples."""
+        """The target's devices; if outputs were only replayed, the first device, as in all examples."""
         return tuple(self.settings.device_ids or (0,))
 
     @property
@@ -100,7 +102,7 @@ class Tuning:
 
     @property
     def ranked(self) -> list[Replayed]:
-        """The best first; without an engine the most tokens per step."""
+        """Candidates from best to worst; without an engine, by tokens per step."""
         return sorted(self.replayed, key=lambda one: one.rank)
 
 
@@ -149,7 +151,9 @@ def _candidate(tuning: Tuning, candidate: Speculation) -> dict[str, Any]:
 
 
 def _with_device(record: dict[str, Any] | None, device_id: int) -> dict[str, Any] | None:
-    """Lookups' and the copy's, which `tune` has on the target's first device; a draft model has its own."""
+    """The record with a device. Lookups and the self-draft copy run on the target's first device; a draft model has its
+    own.
+    """
     if record is None:
         return None
     if "device_ids" in record:
@@ -247,13 +251,13 @@ def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Out
 
 
 def _little_evidence(num_requests: int) -> str:
-    """Sentence on a recommendation from so few requests."""
+    """A sentence that the recommendation rests on few requests; empty if there are enough."""
     requests = "one request was timed" if num_requests == 1 else f"{num_requests} requests were timed"
     return f"{requests}, too few to tell small gains from noise, or to speak for other prompts; give more prompts"
 
 
 def _spread(confirmation: Confirmation) -> str:
-    """The gain of the fastest drafter, and its least and largest in one batch."""
+    """The gain of the fastest drafter, with its least and largest gain in a batch."""
     none, *others = confirmation.confirmed
     if not others:
         return ""
@@ -267,7 +271,7 @@ def _spread(confirmation: Confirmation) -> str:
 
 
 def _use_of(tuning: Tuning, confirmation: Confirmation) -> str:
-    """The command that drafts as it is recommended."""
+    """The command that drafts as recommended."""
     where = tuning.model_dir or f"--engine-dir {tuning.settings.engine_dir}"
     return f"specdec run {where} {_flags_of(tuning, confirmation.recommended.candidate)}".rstrip()
 
@@ -278,7 +282,7 @@ def _flags_of(tuning: Tuning, candidate: Speculation) -> str:
 
 
 def _tried_line(tuning: Tuning) -> str:
-    """Line on the candidates that were replayed, and those that were not."""
+    """A line on the number of candidates that were replayed, and of those that were not."""
     candidates = [one.candidate for one in tuning.replayed]
     lengths = sorted({candidate.max_draft_len or 0 for candidate in candidates if candidate})
     num_tokens = sum(len(trace.output_tokens) for trace in tuning.traces)
@@ -325,7 +329,7 @@ def _counts_cells(candidate: Speculation, total: RequestStats) -> list[str]:
 
 
 def _once_table(tried: Sequence[Measured]) -> Table:
-    """Candidates that cannot be replayed from recorded outputs, and so were run once."""
+    """A table of the candidates that cannot be replayed from recorded outputs, and were run once instead."""
     title = f"Run once on {len(tried[0].generation.sequences)} requests"
     table = Table(title=title, title_justify="left")
     for column in ("drafter", "draft", "tokens/step", "accepted/drafted", "rate", "measured"):
@@ -393,7 +397,7 @@ def _name(candidate: Speculation) -> str:
 
 
 def tune_traces(inputs: TuneInputs, options: TuneOptions, scope: Scope, output: Output) -> None:
-    """Without an engine: what each candidate would have counted."""
+    """Tune without an engine: show the counts that each candidate would have had."""
     assert inputs.traces is not None
     tokenizer = open_tokenizer(inputs.tokenizer_dir) if inputs.tokenizer_dir is not None else None
     vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer is not None else None
@@ -450,7 +454,7 @@ def check_has_activations(choice: EngineChoice) -> None:
 
 
 def _in_eight_bits(choice: EngineChoice, llm: LLM, answered: Answered, output: Output) -> InEightBits:
-    """The answers by a second engine of the model, whose activations have 8 bits, beside the first."""
+    """The same answers by a second engine of the model, whose activations have 8 bits, for comparison."""
     in_eight = replace(choice.models, engines=choice.built_for.changed(activations="int8"))
     with engines_made(replace(choice, models=in_eight), output) as made, open_engine(made) as eight:
         return compare_activations(llm, eight, answered.traces)
@@ -472,7 +476,7 @@ def _tell(tuning: Tuning, options: TuneOptions, output: Output) -> None:
 def _answered(
     llm: LLM, inputs: TuneInputs, options: TuneOptions, scope: Scope, prompts: list[Prompt], output: Output
 ) -> Answered:
-    """The requests that fit the engine, and what it answers, or was recorded to have answered."""
+    """The requests that fit the engine, and the engine's answers, generated now or recorded."""
     max_tokens = options.max_output_len or DEFAULT_OUTPUT_LEN
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, **end_id_params(options.end_id))
     template = llm.request_of(params)

@@ -1,4 +1,5 @@
-"""Integrity checks of artefacts on disk: every file is read, and compared with what was recorded when it was written.
+"""Integrity checks of artefacts on disk: every file is read, and compared with the digest that was recorded when it was
+written.
 
 Opening an artefact skips files that have not changed since they were last read; these checks skip none. Nothing here
 needs torch.
@@ -44,7 +45,7 @@ _LEFT_OVER = "left by a command that was interrupted, or one at work"
 
 @dataclass(frozen=True)
 class FileCheck:
-    """Result of checking one file. `note` says what is wrong, or why there is nothing to compare the file with."""
+    """Result of checking a file. `note` says what is wrong, or why there is no record to compare the file with."""
 
     name: str
     status: Status
@@ -108,8 +109,8 @@ def check_corpus_or_profile(path: Path) -> ArtefactCheck | None:
 
 
 def check_model_file(path: Path) -> ArtefactCheck:
-    """Check a GGUF model in one file or several. It has no checksums: checked is that what the headers describe is
-    there.
+    """Check a GGUF model in one file or several. It has no checksums, so the check is that all the data described in
+    the headers is there.
     """
     try:
         files = gguf_files(path)
@@ -122,7 +123,7 @@ def check_model_file(path: Path) -> ArtefactCheck:
 
 
 def check_file(path: Path, check: Callable[[], object]) -> FileCheck:
-    """Check a file alone; it is damaged if `check` raises SpecDecError."""
+    """Check a single file; it counts as damaged if `check` raises SpecDecError."""
     try:
         check()
     except SpecDecError as error:
@@ -131,7 +132,7 @@ def check_file(path: Path, check: Callable[[], object]) -> FileCheck:
 
 
 def _check_recorded(directory: Path, data: dict[str, Any], text: str, kind: _Directory) -> list[FileCheck]:
-    """Check the files that a configuration records; `data` and `text` are the configuration, parsed and as text."""
+    """Check the files that a configuration records. `data` is the parsed configuration, and `text` its text."""
     records: tuple[FileRecord, ...] | None = None
     note = None
     try:
@@ -156,7 +157,7 @@ def _check_recorded(directory: Path, data: dict[str, Any], text: str, kind: _Dir
 
 
 def _check_record(path: Path, record: FileRecord) -> FileCheck:
-    """Check a recorded file: it exists, has the same bytes, and the form that its name says."""
+    """Check a recorded file: it exists, has the recorded bytes, and has the form that its suffix promises."""
     if not path.is_file():
         return FileCheck(record.name, "missing")
     note = size_difference(path, record) or content_difference(path, record, read_digest)
@@ -192,7 +193,7 @@ def _size(path: Path) -> int | None:
 
 
 def _check_model(directory: Path) -> Iterator[FileCheck]:
-    """A Hugging Face model's files, by the digests that the hub's client keeps of what it has downloaded."""
+    """Check a Hugging Face model's files by the digests that the hub's client keeps of its downloads."""
     found = {path for pattern in MODEL_FILES for path in directory.glob(pattern)}
     with suppress(SpecDecError):  # of the index, which is told below
         found |= set(files_of_model(directory))

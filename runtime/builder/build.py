@@ -76,31 +76,31 @@ _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # them, and behind it of others: as much as quantization itself changes. What is wired wrongly differs by the whole
 # norm, and that quantized layers compute as tightly as any is checked one by one. Of 16 bits it is little, and more
 # than other differences in float32. Keys and values that are quantized are compared as an engine has stored them;
-# those of ranks other than 0 are in other processes.
+# the steps of other ranks are in other processes.
 _QUANTIZED_TOLERANCE = {"int8": TOLERANCE_OF_8_BITS, "int16": 5e-2, "mixed": TOLERANCE_OF_8_BITS}
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """Result of compiling a step: the settings with the compiler that was taken, and the matmul kernel."""
+    """Result of compiling a step: the settings with the compiler that was used, and the matmul kernel."""
 
     build: BuildConfig
     lacks: str | None = None
-    """Operations of the model that token programs lack, where the compiler is not the `aot` that was to be taken."""
+    """Operations of the model that token programs lack, if another compiler than the requested `aot` was used."""
     arithmetic: Arithmetic | None = None
     why_whole: str | None = None
 
 
 Phase = Callable[[str], None]
-"""Called with the name of the phase that begins."""
+"""Function that is called with the name of each phase when it begins."""
 
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Source of the output layer for drafts, as `BuildConfig.draft_output` describes it."""
+    """Source of the output layer for drafts, which `BuildConfig.draft_output` describes."""
 
     ids: tuple[int, ...] = ()
-    """Ids that are drafted; none: all."""
+    """Ids that may be drafted; empty for all ids."""
     head: HeadConfig | None = None
     """Trained head whose layers are quantized."""
 
@@ -115,14 +115,16 @@ class BuildEffort:
     """Options of a build that do not change the step."""
 
     measure_costs: bool = True
-    """False if step costs will not be needed, or measured later."""
+    """False if step costs are not needed, or will be measured later."""
     num_workers: int = 1
-    """Processes that make ranks' steps at once, each with the memory that a rank's weights take."""
+    """Number of processes that make ranks' steps at once; each takes the memory of a rank's weights."""
     drafts: DraftSource = DraftSource()
     takes_torch_compile: bool = False
-    """True if a step with operations that token programs lack is one for `torch-compile`: nobody asked for `aot`."""
+    """True if a step with operations that token programs lack may be compiled by `torch-compile`: no flag asked for
+    `aot`.
+    """
     leaves_step: bool = False
-    """True if who opens the engine next, in this process, is to have the step that is open already."""
+    """True if the next opening of the engine, in this process, gets the step that is open already."""
 
 
 _USUAL = BuildEffort()
@@ -138,10 +140,10 @@ def build_engine(
     phase: Phase,
     effort: BuildEffort = _USUAL,
 ) -> EngineConfig:
-    """Write the engine directory of a checkpoint, with what its steps cost.
+    """Write the engine directory of a checkpoint, with its step costs.
 
-    Raises SpecDecError if the settings do not fit the model, or the compiled step's logits differ from transformers';
-    then nothing is written. `compiler_note` says why the compiler is another than `build` names.
+    Raises SpecDecError if the settings do not fit the model, or if the compiled step's logits differ from
+    transformers'; then nothing is written. `compiler_note` says why another compiler was used than `build` names.
     """
     compiler_for(device, build.compiler)
     opened = _opened(source, output_dir, replace=replace)
@@ -206,7 +208,7 @@ def _copy_tokenizer(opened: OpenedCheckpoint, directory: Path, output_dir: Path)
 
 @dataclass(frozen=True)
 class _Weights:
-    """A checkpoint's weights, loaded into models."""
+    """A checkpoint's weights, and loading them into models."""
 
     opened: OpenedCheckpoint
     pretrained: PreTrainedConfig
@@ -222,7 +224,7 @@ class _Weights:
         return split_config(self.pretrained, self.checkpoint.mapping.tp_size)
 
     def check(self, model: PreTrainedModel, build: BuildConfig) -> "_Check":
-        """A check for a step of the model; it reads all weights and sums them up."""
+        """A check for a step of the model. It reads all weights and sums up their bits."""
         quantization = self.checkpoint.quantization
         activations = None if quantization is None else quantization.activations
         sums = BitSums(model, getattr(torch, self.checkpoint.dtype), self.opened.unread)
@@ -233,13 +235,13 @@ class _Weights:
         return [self.opened.directory / name for name in weights_files(self.checkpoint.mapping)]
 
     def whole_model(self, build: BuildConfig) -> PreTrainedModel:
-        """The model that the step is compared with, of all ranks' weights."""
+        """The model that the step is compared with. It has the weights of all ranks."""
         if self.splitting is None and build.compiler == "aot":
             return load_absent(self._kind, self.paths[0])
         return load_whole_model(self._kind, self.paths)
 
     def trim(self) -> None:
-        """Give freed memory back to the system, if it may be much."""
+        """Return freed memory to the system, if that may be much."""
         trim(sum(path.stat().st_size for path in self.paths))
 
     def model_of(self, rank: int) -> PreTrainedModel:
@@ -271,8 +273,8 @@ def _parse_fitting(checkpoint: CheckpointConfig, checkpoint_dir: Path, build: Bu
 def _write_draft_output(
     model: PreTrainedModel, build: BuildConfig, drafts: DraftSource, directory: Path, phase: Phase
 ) -> None:
-    """Write what drafts need: the drafted ids, a head's quantized layers, and the model's output layer for a head
-    without one. Embeddings that are tied to the output layer are in memory already.
+    """Write the files that drafts need: the drafted ids, a head's quantized layers, and the model's output layer for a
+    head without one. An output layer that is tied to the embeddings is in memory already.
     """
     if drafts.ids:
         write_file(directory / DRAFT_VOCAB, "".join(f"{i}\n" for i in drafts.ids).encode())
@@ -303,7 +305,7 @@ def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
 
 
 def _compiling(build: BuildConfig, device: torch.device) -> str:
-    """Name of the phase; what stands in brackets says why it takes long the first time."""
+    """Name of the compile phase; the part in brackets says why it takes long the first time."""
     if uses_kernels(build.compiler, device.type) and not are_kernels_compiled():
         return "compiling the step (first the CPU kernels: 2 to 4 minutes, once)"
     return "compiling the step"
@@ -325,7 +327,7 @@ def _machine_errors() -> Iterator[None]:
 
 
 def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, directory: Path) -> StepFunction:
-    """Open the compiled step as an engine does; `torch-compile` compiles when it is called."""
+    """Open the compiled step as an engine does. With `torch-compile`, compiling happens when it is first called."""
     checkpoint, compiler = weights.checkpoint, shape.build_config.compiler
     if compiler == "torch-compile" and weights.splitting is not None:
         (directory / CACHE).mkdir()  # for what rank 0 compiles
@@ -434,7 +436,9 @@ def _with_costs(
     device: torch.device,
     ids: Tensor | None,
 ) -> EngineConfig:
-    """The config with step costs, or without costs if there is no memory to measure them: the engine may still run."""
+    """The config with step costs. If there is no memory to measure them, costs are left out: the engine
+    may still run.
+    """
     shape, block_size = config.step_shape, config.build_config.tokens_per_block
     block_bytes = bytes_per_block(shape.layers, block_size, kv_dtype(shape.dtype, shape.kv_cache))
     cache = cache_for_measuring(config.build_config, block_bytes)
@@ -472,7 +476,9 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
 
 
 def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device: torch.device) -> None:
-    """SpecDecWarning for quantized weights that only kernels can multiply by, in a build without kernels."""
+    """SpecDecWarning for a build without kernels, if the model's weights are quantized in a format that is slow without
+    them.
+    """
     quantized = checkpoint.quantization is not None and checkpoint.quantization.quant_algo is not None
     drafts_quantized = build.self_draft is not None or build.draft_output.is_quantized
     if (quantized or drafts_quantized) and not uses_kernels(build.compiler, device.type):
@@ -484,8 +490,8 @@ def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device:
 
 
 def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: int = 0) -> _Compiled:
-    """Compile a step by `aot`, if that is asked for, and write its programs into the directory. For a model with an
-    operation that programs lack, the result names the operation and has `torch-compile` in its config.
+    """Compile a step by `aot`, if that is asked for, and write its programs into the directory. If the model has an
+    operation that programs lack, the result names that operation and has `torch-compile` in its config.
     """
     build = shape.build_config
     if build.compiler != "aot":
@@ -501,7 +507,9 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: in
 def _compile_all(
     weights: _Weights, model: PreTrainedModel, check: "_Check", directory: Path, effort: BuildEffort
 ) -> _Compiled:
-    """Write all that an opened step needs, of each rank. SpecDecError where `aot` is asked for and lacks some."""
+    """Write all files that an opened step needs, for each rank. SpecDecError if `aot` is asked for and lacks an
+    operation.
+    """
     if weights.with_kernels:
         _make_kernels(directory / LIBRARY)
     if weights.device.type == "cpu":
@@ -537,9 +545,8 @@ def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: in
 
 
 def _raise_machine_error(error: Exception) -> None:
-    """Raise what is not the model's fault: Ctrl-C, a full disk, no memory, or no C++ compiler.
-
-    Torch makes an error of another kind of Ctrl-C while it traces or compiles.
+    """Raise an error that is not the model's fault: Ctrl-C, a full disk, no memory, or no C++ compiler. While torch
+    traces or compiles, it turns Ctrl-C into another kind of error.
     """
     if "KeyboardInterrupt" in str(error):
         raise KeyboardInterrupt from error

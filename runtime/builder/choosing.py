@@ -19,8 +19,9 @@ def compiler_for(device: torch.device, asked: Compiler | None) -> Compiler:
 
 
 def without_kernels(compiler: Compiler) -> Compiler:
-    """The default `compiler`, or, where its kernels are to be compiled and there is no C++ compiler, `none` and a
-    SpecDecWarning."""
+    """The compiler to use: `none`, with a SpecDecWarning, if `compiler` is a default whose kernels must still be
+    compiled and there is no C++ compiler; otherwise `compiler`.
+    """
     if compiler == "none" or has_compiler() or are_kernels_compiled():
         return compiler
     warnings.warn(
@@ -32,7 +33,9 @@ def without_kernels(compiler: Compiler) -> Compiler:
 
 
 def check_is_aot(config: EngineConfig) -> None:
-    """SpecDecError if an engine of a default compiler, which was found in the cache, is not the `aot` asked for."""
+    """SpecDecError if `aot` was asked for, and the engine in the cache, built with the default compiler,
+    has another.
+    """
     if config.build_config.compiler != "aot":
         raise lacks_operations((config.compiler_note or "").rpartition(": ")[2])
 

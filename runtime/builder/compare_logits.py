@@ -36,26 +36,29 @@ from runtime.util.errors import SpecDecError
 from runtime.util.locks import quiet_transformers
 
 TOLERANCE_OF_8_BITS = 0.2
-"""Tolerance of logits where tokens are quantized to 8 bits; relative, as all tolerances here."""
+"""Tolerance of logits if tokens are quantized to 8 bits; relative, as all tolerances here."""
 _NUM_SINGLE = 4  # tokens that are computed one at a time too
 _Sequence = tuple[list[int], tuple[int, int], QuantizeKV | None]
 
 
 @dataclass(frozen=True)
 class _Judge:
-    """The same weights computed with more bits, to decide whose logits are closer where transformers' own are rounded.
+    """The same weights computed with more bits. They decide whose logits are closer, ours or transformers', since
+    transformers' own are rounded.
 
-    A correct step may be as far from these logits as transformers is, since other sums are rounded differently. A wrong
-    step is farther: unrelated rows differ by 1.4.
+    A correct step may be as far from these logits as transformers is, since it rounds other sums. A wrong step is
+    farther: unrelated rows differ by 1.4.
     """
 
     dtype: torch.dtype
     more_rounding: float  # than transformers'
     most_rounding: float
     most_by_ties: float
-    """`most_rounding` of three quarters of a mixture's rows, where near ties between experts are decided otherwise."""
+    """Limit like `most_rounding` for three quarters of a mixture's rows: near ties between experts may be decided
+    otherwise.
+    """
     of_rows: float = 1.0
-    """Share of the rows that is held to that, the nearest ones."""
+    """Share of the rows that must be within the limit: the nearest rows."""
     farthest_row: float = math.inf
 
     def allows(self, ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
@@ -65,7 +68,8 @@ class _Judge:
         return ours.sort().values[held].item() <= limit and ours.max().item() <= self.farthest_row
 
     def allows_beside_ties(self, ours: Tensor, moved: Tensor, tolerance: float) -> bool:
-        """`allows` for a mixture, where deciding near ties between experts otherwise moves rows by `moved`.
+        """True if the distances are acceptable for a mixture of experts, where rows move by `moved` if near ties
+        between experts are decided otherwise.
 
         Which ties a step decides otherwise is chance. Half of the rows must be within the usual limits, three quarters
         within `most_by_ties`, and the farthest row may be as far as unrelated rows.
@@ -89,17 +93,17 @@ _JUDGE_8_BITS = _Judge(
 
 @dataclass(frozen=True)
 class Sample:
-    """A batch of rows of different lengths with which a step is checked: a context step, then a step with drafts."""
+    """A batch of rows of different lengths to check a step with: a context step, then a step with drafts."""
 
     shape: StepShape
     device: torch.device
     texts: list[list[int]]
     lengths: list[tuple[int, int]]
-    """Tokens of context and of draft."""
+    """Numbers of tokens of context and of draft, for each text."""
 
 
 def sample_for(model: PreTrainedModel, shape: StepShape) -> Sample:
-    """The sample for a model and a shape: always the same one."""
+    """The sample for a model and a shape; it is the same each time."""
     build = shape.build_config
     num_context = _check_context_len(shape)
     num_generation = min(1 + build.max_draft_len, build.max_request_len - num_context)
@@ -119,9 +123,9 @@ class Computed:
     tables: list[list[int]]
     pool: KVPool
     contexts: Tensor
-    """(texts, vocab) logits of the last token of each context."""
+    """Logits of the last token of each context, [texts, vocab]."""
     drafts: Tensor
-    """(tokens, vocab) logits of the drafts' tokens."""
+    """Logits of the drafts' tokens, [tokens, vocab]."""
 
 
 def compute(step: StepFunction, sample: Sample) -> Computed:
@@ -140,9 +144,9 @@ class _Reference:
     """Transformers' computation of a sample."""
 
     logits: Tensor
-    """(rows, vocab) float32: of each text's tokens the last of the context, then the drafts'."""
+    """Logits [rows, vocab] float32: for each text the last token of the context, then the draft's tokens."""
     choices: Choices
-    """Scores by which a mixture's routers choose."""
+    """Scores by which a mixture's routers choose experts."""
 
 
 def _reference(
@@ -154,9 +158,9 @@ def _reference(
 ) -> _Reference:
     """transformers' logits, by eager attention over whole sequences.
 
-    Quantized keys and values are taken as `kv` has stored them. `have` loads the weights of a layer. Raises
-    SpecDecError for logits that are NaN or infinite, and if a quantized layer's product by its kernel differs from
-    torch's by more than `product_tolerance`, relatively.
+    Quantized keys and values are read from `kv`, which has the engine's own. `have` loads the weights of a layer.
+    Raises SpecDecError for logits that are NaN or infinite, and if a quantized layer's product by its kernel differs
+    from torch's by more than `product_tolerance`, relatively.
     """
     dtype = next(model.parameters()).dtype
     wide = WideProducts() if has_slow_products(dtype, sample.device) else nullcontext()
@@ -191,8 +195,9 @@ def check_logits(
     """Compare a step's logits with transformers'.
 
     Raises SpecDecError if the largest relative difference of a row exceeds `tolerance` and more bits of the same
-    weights (float32 for models of 16 bits, float64 for float32) confirm it: the engine's row must not be much farther
-    from their logits than transformers' row, or than their own row when a mixture's router decides near ties otherwise.
+    weights (float32 for models of 16 bits, float64 for float32) confirm it: measured from those logits, the engine's
+    row must not be much farther than transformers' row. For a mixture it may also be as far as the row moves when near
+    ties of the router are decided otherwise.
     """
     sample, logits = ours.sample, torch.cat([ours.contexts, ours.drafts]).float()
     dtype, kv = next(model.parameters()).dtype, list[QuantizeKV | None]()
@@ -251,7 +256,7 @@ def _text(model: PreTrainedModel, length: int, generator: torch.Generator) -> li
     """Random tokens after the token that begins a text.
 
     Models put attention that is needed nowhere on that first token. Without it, another token takes its place, and
-    rounding decides which one and how much: Gemma 3 270M with int8 K/V then differs from itself by a fifth.
+    rounding decides which: Gemma 3 270M with int8 K/V then differs from itself by a fifth.
     """
     tokens: list[int] = torch.randint(0, model.config.vocab_size, (length,), generator=generator).tolist()
     first = getattr(model.config, "bos_token_id", None)
@@ -265,7 +270,7 @@ def _with_distances(check: LogitsCheck, dtype: torch.dtype, both: Seq[float]) ->
 
 
 def _logits_in(dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tensor:
-    """transformers' logits by the same weights with more bits, layer by layer."""
+    """transformers' logits from the same weights with more bits, computed layer by layer."""
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     copied.set_experts_implementation("eager")  # torch's grouped products have no float64
     with (
@@ -409,9 +414,8 @@ def _check_product(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
 
 
 def is_batch_invariant(together: Computed) -> bool:
-    """True if the logits of texts are bitwise the same alone, in a batch, in chunks and token by token.
-
-    A sample: it finds a step whose sums depend on the batch's size, but proves nothing.
+    """True if the logits of texts are bitwise the same whether they are computed alone, in a batch, in chunks or token
+    by token. It is a sample: it finds a step whose sums depend on the batch's size, but proves nothing.
     """
     sample = together.sample
     lengths = [context + draft for context, draft in sample.lengths]

@@ -1,6 +1,6 @@
 """Checkpoint directories: `config.json`, `rank{N}.safetensors` and the tokenizer's files.
 
-A checkpoint holds a Hugging Face model's tensors under their own names, cast to one dtype, but for those that
+A checkpoint holds a Hugging Face model's tensors under their own names, cast to one dtype, except for tensors that
 transformers keeps in float32. They are copied one at a time, so memory does not grow with the model.
 """
 
@@ -80,7 +80,7 @@ class Conversion:
 
     model_dir: Path
     config: CheckpointConfig
-    """Without a record of files."""
+    """Configuration of the checkpoint, without the record of files."""
     pieces: list[Piece]
     splitting: Splitting | None
     losses: Losses
@@ -98,7 +98,7 @@ class Conversion:
         _keep_tokenizer(self.model_dir, directory)
 
     def check(self, directory: Path) -> None:
-        """SpecDecError if the written weights are not all of the model's. Names that transformers does not change were
+        """SpecDecError if the written weights are not exactly the model's. Names that transformers does not change were
         checked before.
         """
         pretrained = parse_pretrained_config(self.config.pretrained_config, str(self.model_dir))
@@ -109,7 +109,7 @@ class Conversion:
         self.compare_with_model(directory)
 
     def compare_with_model(self, directory: Path) -> None:
-        """SpecDecError if transformers makes other weights from the written files than from the model's own. Compares
+        """SpecDecError if transformers reads other weights from the written files than from the model's own. Compares
         all weights that are neither quantized nor large, such as norms, biases and routers.
         """
         entries = [read_file_header(directory / name) for name in weights_files(self.config.mapping)]
@@ -135,8 +135,8 @@ class Conversion:
             )
 
     def has_weights_of(self, file: Path) -> bool:
-        """True if the model's file already equals the file that would be written: the same tensors, names and nothing
-        else.
+        """True if the model's file equals the file that would be written: the same tensors under the same names, and no
+        others.
         """
         if self.splitting is not None or any(len(piece.sources) != 1 for piece in self.pieces):
             return False
@@ -188,11 +188,11 @@ def convert(
 
 
 def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool) -> OpenedCheckpoint:
-    """Write into an empty directory what a build in this process reads from a model's checkpoint.
+    """Write the files that a build in this process reads of a model's checkpoint into an empty directory.
 
-    Nobody opens it later, so its files are not recorded, which would read them again, nor flushed to disk. If it
-    `may_link`, weights that need no conversion are not copied but linked: the build notices if they are overwritten, or
-    NaN.
+    Nothing opens them later, so they are neither recorded, which would read them again, nor flushed to disk. With
+    `may_link`, weights that need no conversion are linked instead of copied: the build notices if they are overwritten,
+    or NaN.
     """
     weights = conversion.model_dir / WEIGHTS
     if may_link and weights.is_file() and conversion.has_weights_of(weights):
@@ -240,7 +240,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
 
 
 def _with_experts_in_few_bits(source: Source, pretrained: PreTrainedConfig) -> Source:
-    """The source, with experts whose stored form the kernels can multiply by as one layer each."""
+    """The source. Experts whose stored form the kernels can compute with are joined to a single layer each."""
     wanted = expert_layers(pretrained)
     stored = {
         tensor.name: layer
@@ -254,7 +254,7 @@ def _with_experts_in_few_bits(source: Source, pretrained: PreTrainedConfig) -> S
 
 
 def _layer_of_experts(tensor: SourceTensor) -> PrequantizedLayer | None:
-    """The experts as one layer, if the kernels can multiply by their stored form."""
+    """The experts as a layer, if the kernels can compute with their stored form; None otherwise."""
     if is_in_codes(tensor):
         blocks, scales = tensor.made_of
         parts = {"blocks": blocks, "scales": scales}
@@ -266,7 +266,7 @@ def _layer_of_experts(tensor: SourceTensor) -> PrequantizedLayer | None:
 
 
 def _with_own_names(source: Source, pretrained: PreTrainedConfig) -> Source:
-    """The weights under the model's own names, which the plan uses: some files have others (GPT-NeoX)."""
+    """The weights under the model's own names, which the plan uses. Some files have other names (GPT-NeoX)."""
     names = own_names(pretrained, [tensor.name for tensor in source.tensors])
     tensors = [replace_fields(one, name=name) for one, name in zip(source.tensors, names, strict=True)]
     of_layers = own_names(pretrained, [f"{name}.weight" for name in source.layers])
@@ -290,7 +290,9 @@ def _split_up(source: Source, pretrained: PreTrainedConfig, pieces: list[Piece],
         )
     if splitting.whole:
         warnings.warn(
-            f"each of {tp_size} devices has all of: {', '.join(splitting.whole)}", SpecDecWarning, stacklevel=3
+            f"each of {tp_size} devices has these weights whole, as they cannot be split: {', '.join(splitting.whole)}",
+            SpecDecWarning,
+            stacklevel=3,
         )
     return splitting
 
@@ -321,7 +323,7 @@ def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
 
 
 def keep_converted(make: Callable[[], Any], directory: Path) -> None:
-    """Save a tokenizer that was converted from another form; warn if it cannot be saved, since some prompts
+    """Save a tokenizer that was converted from another form; warn if it cannot be saved, since prompts of token ids
     need none.
     """
     try:
@@ -340,7 +342,9 @@ def copy_side_files(source: Path, destination: Path) -> None:
 
 
 def check_side_files(directory: Path) -> None:
-    """SpecDecError for a file that would be copied and that nothing could read. A missing file is no error."""
+    """SpecDecError for a file beside the weights that would be copied, and that could not be read afterwards. A missing
+    file is no error.
+    """
     for name in _SIDE_FILES:
         if name.endswith(".json") and (directory / name).is_file():
             content = read_json(directory / name)
@@ -350,7 +354,7 @@ def check_side_files(directory: Path) -> None:
 
 
 def _check_tokenizer(content: dict[str, Any], path: Path) -> None:
-    """SpecDecError for a tokenizer.json whose outline shows that the `tokenizers` package cannot read it."""
+    """SpecDecError for a tokenizer.json that the `tokenizers` package cannot read, as its keys show."""
     model = content.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise SpecDecError(
@@ -360,7 +364,7 @@ def _check_tokenizer(content: dict[str, Any], path: Path) -> None:
 
 
 def saved_dtype(source: Source) -> Dtype:
-    """The dtype of most weights; bfloat16 if all weights but norms are quantized in a GGUF file."""
+    """The dtype of most weights. For a GGUF file whose weights are all quantized, except norms, bfloat16."""
     if source.format == "GGUF" and source.layers:
         return "bfloat16"
     num_elements: dict[Dtype, int] = {"float32": 0, "float16": 0, "bfloat16": 0}

@@ -21,9 +21,8 @@ from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 
 def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoint: OpenedCheckpoint) -> DraftSource:
-    """Source of the output layer for drafts, for the first of these heads or a self-draft copy.
-
-    SpecDecError for a head with another tokenizer.
+    """Source of the output layer for drafts of the first of these heads, or of a self-draft copy. SpecDecError for a
+    head with another tokenizer.
     """
     directory, config = checkpoint.directory, checkpoint.config.pretrained_config
     for head in heads:
@@ -32,7 +31,9 @@ def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoin
 
 
 def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoint) -> list[int]:
-    """The token ids that `source` names, a file or `auto`, at most `size` of them; an empty list for None: all ids."""
+    """Token ids that may be drafted, at most `size`: from the file `source`, or chosen if it is `auto`; an empty list,
+    which stands for all ids, if it is None.
+    """
     if source is None:
         return []
     directory, config = checkpoint.directory, checkpoint.config.pretrained_config

@@ -1,4 +1,4 @@
-"""Engines made from models: converted and built once, then found in the cache by a digest of everything they
+"""Engines made from models: converted and built once, then found in the cache by a digest of everything that they
 depend on.
 """
 
@@ -82,37 +82,39 @@ from runtime.util.temporary import own_temporary_files, temporary_dir
 
 _MOST_BYTES_WITHOUT_KERNELS = 1 << 30
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
-"""Opens a display of phases, which is called with the name of each that begins."""
+"""Opens a display of phases: gives a function to call with the name of each phase when it begins."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Build settings for a model's engine. None: the model's own dtype; its positions up to 4,096, or 4,096 if it
-    states none.
+    """Build settings for a model's engine. None stands for the model's own dtype, and for the model's own positions, at
+    most 4,096, or 4,096 if it states none.
     """
 
     dtype: Dtype | None = None
     max_batch_size: int = USUAL_MAX_BATCH_SIZE
     max_seq_len: int | None = None
     max_draft_len: int = USUAL_MAX_DRAFT_LEN
-    """0: takes no drafts (a draft model's engine)."""
+    """Longest draft that the step takes; 0 for a draft model's engine, which takes none."""
     self_draft: IntFormat | None = None
     """Quantization of the self-draft copy; None: there is none."""
     tp_size: int = 1
     hidden_states: tuple[int, ...] = ()
     """Hidden states that the step gives, for a trained drafter (`BuildConfig`)."""
     activations: Activations | None = None
-    """Activation format for quantized layers; None: as `QuantConfig` chooses."""
+    """Format of activations in quantized layers; None for the format that `QuantConfig` chooses."""
     compiler: Compiler | None = None
-    """None: what the device's default is (`runtime.builder.choosing`)."""
+    """Compiler; None for the device's default (`runtime.builder.choosing`)."""
     takes_torch_compile: bool = field(default=False, repr=False)
-    """`BuildEffort`'s. It is no part of an engine's identity, which the settings' representation is."""
+    """Value of `BuildEffort.takes_torch_compile`. It is left out of the settings' representation, and so of an engine's
+    identity.
+    """
     draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
-    """Output layer of what drafts: the copy, and the first of the heads."""
+    """Output layer for drafts: of the self-draft copy, and of the first head."""
     heads: tuple[HeadConfig, ...] = ()
     """Trained drafters that the engine is for."""
     quantization: QuantFormat | None = None
-    """Format that the linear layers' weights are quantized to; None: as the model has them."""
+    """Format to which the linear layers' weights are quantized; None to keep the model's own."""
     kv_cache_dtype: KVCacheDtype = "auto"
 
     @property
@@ -120,7 +122,7 @@ class EngineSettings:
         return QuantConfig.by_default(self.quantization, self.kv_cache_dtype, self.activations)
 
     def build_config(self, num_positions: int | None) -> BuildConfig:
-        """Build config from settings that name a compiler."""
+        """Build config made from these settings, which must name a compiler."""
         assert self.compiler is not None
         max_seq_len = self.max_seq_len or usual_max_seq_len(num_positions)
         return BuildConfig(
@@ -139,7 +141,7 @@ class EngineSettings:
 def settings_of(
     options: EngineOptions, heads: Seq[HeadConfig] = (), hidden_states: tuple[int, ...] = ()
 ) -> EngineSettings:
-    """Settings of the engine of a model that answers, and that these heads draft for."""
+    """Settings for the engine of a target, for which these heads draft."""
     same: dict[str, Any] = {one.name: options[one.name] for one in fields(EngineSettings) if one.name in options}  # type: ignore[literal-required]
     if same.get("dtype") == "auto":
         same["dtype"] = None
@@ -153,8 +155,8 @@ def settings_of(
 
 
 def settings_of_draft_model(options: EngineOptions, num_masks: int) -> EngineSettings:
-    """Settings of a draft model's engine, whose steps take so many mask tokens behind a sequence: it is not split, and
-    keeps its weights as they are.
+    """Settings for a draft model's engine. It is not split, and keeps the model's weights as they are. `num_masks` is
+    the number of mask tokens that its steps take behind a sequence.
     """
     return replace(
         settings_of(options),
@@ -182,8 +184,8 @@ def engine_of_model(
 ) -> Iterator[Path]:
     """The engine's directory for a model (directory, hub id or shipped name), built unless the cache has it.
 
-    Without the cache it is built anew, and removed when the block ends. With `answers_first`, a small model's engine
-    may come without kernels if these must still be compiled; they are compiled when the block has ended.
+    Without the cache the engine is built anew, and removed when the block ends. With `answers_first`, a small model's
+    engine may come without kernels if these must still be compiled; they are compiled when the block has ended.
     """
     model_dir = resolve_model(name)
     check_weight_files(model_dir)
@@ -240,8 +242,9 @@ def engine_of_model(
 
 
 def _is_usual_dtype(model_dir: Path, dtype: Dtype, entry_of: Callable[[Dtype | None], Path]) -> bool:
-    """True if the engine would have this dtype anyway, so that it is the same engine. A model's files are read only
-    where there is no engine yet. `entry_of`: the cache's entry for a dtype, None for the model's own.
+    """True if the engine would have this dtype anyway, so that naming it makes no other engine. A model's files are
+    read only if there is no engine yet. `entry_of` gives the cache's entry for a dtype; None stands for the model's
+    own.
     """
     usual = entry_of(None)
     if _is_engine(usual, model_dir):
@@ -273,12 +276,12 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
 
 @contextmanager
 def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterator[Path]:
-    """The cache's entry, made from `source` unless it is there and whole, and protected from removal within the
+    """The cache's entry, made from `source` unless it is there and whole. It is protected from removal within the
     block.
     """
     check_private_dir(entry, cache_dir(), entry.parent)
     check_private_entry(entry)
-    max_cache_bytes()  # what is no size is said before anything is made
+    max_cache_bytes()  # an invalid size is an error before anything is made
     is_new = False
     while True:
         if _is_engine(entry, source):
@@ -303,7 +306,7 @@ def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterato
 
 
 def _keep_cache_small() -> None:
-    """Remove the engines that were not used for longest where all take more than SPECDEC_CACHE_SIZE, and say so."""
+    """Remove the least recently used engines if all together take more than SPECDEC_CACHE_SIZE, with a note."""
     most = max_cache_bytes()
     removed = prune(engines_to_prune(cached_engines(), most))
     if removed:
@@ -369,8 +372,8 @@ def _is_engine(entry: Path, source: Path) -> bool:
 def _damage(entry: Path, source: Path) -> str | None:
     """The reason why the entry is not the engine that was built from `source`; None if it is.
 
-    Files that people edit have no record: such a file is damaged if it is cut, that is, equal to the beginning of the
-    source's file, or not JSON.
+    Files that people edit have no record. Such a file counts as damaged if it is cut off, which means that it is equal
+    to the beginning of the source's file, or if it is not JSON.
     """
     try:
         bundle = read_bundle(entry)
@@ -392,7 +395,7 @@ def _is_cut(path: Path, original: Path) -> bool:
 
 @contextmanager
 def _room_in_cache() -> Iterator[None]:
-    """Report a full disk as the cache's, unless the error names a file elsewhere."""
+    """Report a full disk as the cache's disk, unless the error names a file elsewhere."""
     try:
         yield
     except OSError as error:
@@ -404,7 +407,7 @@ def _room_in_cache() -> Iterator[None]:
 
 
 def _needs_no_kernels(model_dir: Path, settings: EngineSettings, compiler: Compiler) -> bool:
-    """True for a small unquantized model, which answers within seconds by torch alone."""
+    """True for a small unquantized model, which answers within seconds without kernels."""
     if compiler != "aot" or model_dir.is_file() or "quantization_config" in read_model_config(model_dir):
         return False
     drafts_quantized = settings.self_draft is not None or settings.draft_output.is_quantized
@@ -422,7 +425,7 @@ def _import_builder() -> None:
 def _make_engine(
     model_dir: Path, engine_dir: Path, settings: EngineSettings, device: torch.device, phases: Phases
 ) -> Path:
-    """Convert the model and build the engine; the checkpoint between them is not kept."""
+    """Convert the model and build the engine. The checkpoint between the two is not kept."""
     _import_builder()
     from runtime.builder.build import BuildEffort, build_engine, positions_of
     from runtime.builder.convert import convert_for_build, plan_conversion
@@ -463,7 +466,7 @@ def _make_engine(
 
 @contextmanager
 def _no_word_of_own_head(heads: Seq[HeadConfig], model_dir: Path) -> Iterator[None]:
-    """Ignore the warning about layers that the engine leaves out, if they are the head that it is built for."""
+    """Ignore the warning about layers that the engine leaves out, if they are the MTP head for which it is built."""
     with warnings.catch_warnings():
         if any(head.kind == "mtp" and head.directory.resolve() == model_dir.resolve() for head in heads):
             warnings.filterwarnings("ignore", r"layers that predict more than the next token", SpecDecWarning)

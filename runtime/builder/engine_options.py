@@ -1,7 +1,7 @@
-"""Options of a model's engine: what is known of each of them stands here once. Imports no torch.
+"""Options of a model's engine, each described once. Imports no torch.
 
 Arguments of `LLM` and their checks, flags of the commands that take a model, flags of convert and build that say the
-same, and the table in docs/python.md are made of these descriptions.
+same, and the table in docs/python.md are made from these descriptions.
 """
 
 from collections.abc import Mapping
@@ -27,29 +27,29 @@ from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.util.words import word_among
 
 FlagGroup = Literal["engine", "drafts"]
-"""Flags of a model's engine, or of the layers that draft, which `build` has too."""
+"""Group of flags: of a model's engine, or of the layers that draft, which `build` has too."""
 
 
 @dataclass(frozen=True)
 class EngineOption:
-    """Everything that is known of an option but its type, which stands in `EngineOptions`."""
+    """Description of an option. Its type stands in `EngineOptions`."""
 
     help: str
     default: Any = None
     shown: str | None = None
-    """The default in words, if it is not the value."""
+    """Default in words, if the help should not show the value itself."""
     flags: FlagGroup | None = None
-    """Group of flags that has one of the option's name; None: none has."""
+    """Group of flags that the option's flag belongs to; None if it has no flag."""
     metavar: str | None = None
-    """Word for the value in help; None: `NAME` for words, and a number's own."""
+    """Placeholder of the value in help; None for `NAME` or a number's usual one."""
     spellings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Other words for values, in flags: TensorRT-LLM's and vLLM's."""
     takes_none: bool = False
     """True if the flag has the value `none` for None."""
     hint: str | None = None
-    """Remedy for a value that there is not."""
+    """Remedy for a value that is not allowed."""
     stands_for: str | None = None
-    """Our name of the option, where this one is vLLM's."""
+    """Our name for the option, if this is vLLM's name."""
 
     @property
     def shown_default(self) -> str:
@@ -57,7 +57,7 @@ class EngineOption:
 
 
 class EngineOptions(TypedDict, total=False):
-    """Options of a model's engine; those that are left out have their defaults."""
+    """Options of a model's engine; options that are left out have their defaults."""
 
     dtype: Annotated[
         Literal["auto", Dtype],
@@ -161,11 +161,11 @@ _ALL = _described()
 OPTIONS = {name: one for name, one in _ALL.items() if one[1].stands_for is None}
 """Our options: (type, description) by name."""
 OTHER_NAMES = {name: one.stands_for for name, (_, one) in _ALL.items() if one.stands_for is not None}
-"""vLLM's names of options -> ours."""
+"""vLLM's names of options, each with our name."""
 
 
 def bounds_of(name: str) -> Between | None:
-    """The range of a number."""
+    """The range of a number option."""
     return _bounds(OPTIONS[name][0])
 
 
@@ -176,14 +176,14 @@ def _bounds(hint: Any) -> Between | None:
 
 
 def words_of(name: str) -> dict[str, Any]:
-    """The words that an option takes, and what each stands for: `{"int8": "int8", "int8_wo": "int8", "none": None}`."""
+    """The words that an option takes, and the value of each: `{"int8": "int8", "int8_wo": "int8", "none": None}`."""
     hint, described = OPTIONS[name]
     words = {word: word for word in literals_of(hint)}
     return words | dict(described.spellings) | ({"none": None} if described.takes_none else {})
 
 
 def literals_of(hint: Any) -> list[str]:
-    """The words of a type: `["int8", "int4"]` of `Literal["int8", "int4"] | None`."""
+    """The words of a type: `["int8", "int4"]` for `Literal["int8", "int4"] | None`."""
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     return [word for one in get_args(hint) if not isinstance(one, str) for word in literals_of(one)]
@@ -197,7 +197,7 @@ def value_of(name: str, value: Any) -> Any:
 
 
 def draft_output_of(options: EngineOptions) -> DraftOutputSettings:
-    """The options about the output layer and the other layers that draft."""
+    """The options for the output layer and the other layers that draft."""
     vocab = options.get("draft_vocab")
     return DraftOutputSettings(
         None if vocab is None else str(vocab),

@@ -1,4 +1,4 @@
-"""Identity of an engine's model: its config, tokenizer and weights, not its directory's name."""
+"""Identity of an engine's model: its config, tokenizer and weights, whatever its directory's name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,12 +31,12 @@ _SUMMED_AT_ONCE = 1 << 20
 
 
 class BitSums:
-    """Sum of the bits of each weight of a model in `dtype`, or in float32 where transformers keeps float32: as fast as
-    memory, and taken while the weights are loaded.
+    """Sum of the bits of each weight of a model, cast to `dtype`, or to float32 if transformers keeps it so. The sums
+    are as fast as memory, and are taken while the weights are loaded.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, unread: Path | None = None) -> None:
-        """`unread`: a file of weights that was not checked for NaN and infinity yet."""
+        """`unread` is a file of weights that has not been checked for NaN and infinity yet."""
         self._weights, self._unread = sorted(model.state_dict().items()), unread
         self._dtype_of = dtypes_of_weights(model.config, dtype)
         self._names = {_place(weight): name for name, weight in self._weights}
@@ -44,7 +44,9 @@ class BitSums:
 
     @contextmanager
     def present(self, *those: nn.Module | Tensor) -> Iterator[None]:
-        """`weights.present`; SpecDecError if unread weights are NaN or infinite."""
+        """Read the weights of a module, as `weights.present` does; SpecDecError if weights of the `unread` file are NaN
+        or infinite.
+        """
         with present(*those):
             for tensor in tensors_of(those):
                 if (place := _place(tensor)) in self._names and place not in self._sums:
@@ -105,7 +107,7 @@ def _config_differences(model: PreTrainedModel, bundle: Bundle) -> list[str]:
 
 
 def of_the_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config that say how the model computes."""
+    """The keys of a config that decide how the model computes."""
     return {key: value for key, value in config.items() if key not in _NOT_OF_THE_MODEL}
 
 

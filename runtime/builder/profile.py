@@ -1,4 +1,4 @@
-"""Profiles: what `tune` recommends for an engine, in a file that `run` and `summarize` read."""
+"""Profiles: `tune`'s recommendation for an engine, in a file that `run` and `summarize` read."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ class ProfileEngine:
 
 @dataclass(frozen=True)
 class ProfileModel:
-    """Model that the profile's engine was made of; the name is for messages only."""
+    """Model from which the profile's engine was made; the name is for messages only."""
 
     name: str
     digest: str
@@ -51,7 +51,7 @@ class Figures:
     tokens_per_step: Measure
     draft_acceptance_rate: Share | None
     predicted_s: Measure | None
-    """None where it could only be run."""
+    """Predicted seconds; None if the drafter can only be run."""
     predicted_speedup: Measure | None
     measured_s: Measure
     measured_speedup: Measure
@@ -66,9 +66,9 @@ class _Rest:
     figures: Figures
     specdec_version: str | None
     model: ProfileModel | None = None
-    """None where an engine was tuned that `build` made."""
+    """Model of the engine; None if `build` made the engine that was tuned."""
     digest: str = ""
-    """Digest of all other fields, as written."""
+    """Digest of all other fields, as they are written."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 
@@ -175,12 +175,12 @@ def _parse_one(record: Any, where: str) -> DrafterSpec:
 
 
 def model_digest(name: str) -> str:
-    """The same for a model wherever its files lie; SpecDecError if there is no such model."""
+    """A digest that is the same for a model wherever its files lie; SpecDecError if there is no such model."""
     return digest(file_digest(path) for path in files_of_model(resolve_model(name)))
 
 
 def profile_for_model(path: Path, name: str) -> Profile:
-    """The profile, if it is of this model, whatever its engine's limits; SpecDecError otherwise."""
+    """The profile, if it was made for this model; the engine's limits may differ. SpecDecError for another model's."""
     profile = read_profile(path)
     if profile.model is None:
         raise SpecDecError(
@@ -203,12 +203,12 @@ def profile_for_model(path: Path, name: str) -> Profile:
 
 
 def saved_profile(name: str) -> Path:
-    """The place in the cache of the profile that is a model's default; there may be none."""
+    """Path in the cache of a model's default profile, which need not exist."""
     return cache_dir() / PROFILES / f"{model_digest(name)[:32]}.json"
 
 
 def find_saved_profile(name: str) -> Path | None:
-    """The model's default profile, where `tune` saved one; None for a model that is not there."""
+    """Path of the model's default profile, if `tune` saved one; None also for a model that does not exist."""
     if not any((cache_dir() / PROFILES).glob("*.json")):  # before any file of the model is read
         return None
     path = saved_profile(name)
@@ -216,7 +216,7 @@ def find_saved_profile(name: str) -> Path | None:
 
 
 def save_profile(name: str, profile: Profile) -> Path:
-    """Make the profile the model's default; returns its place. SpecDecError if the cache cannot be written."""
+    """Make the profile the model's default; returns its path. SpecDecError if the cache cannot be written."""
     path = saved_profile(name)
     try:
         make_cache_dir()

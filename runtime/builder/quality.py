@@ -30,9 +30,8 @@ DEMO_TEXT = "the demo's articles"
 
 
 def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, str] | None:
-    """The text to compare on, and its name; None without a text, or if there is no unquantized model to compare with.
-
-    The demo has its own text. SpecDecError for a file that the user named and that cannot be used.
+    """The text for the comparison, and its name; None if there is no text, or no unquantized model to compare with. The
+    demo has a text of its own. SpecDecError for a file that the user named and that cannot be used.
     """
     unquantized = None if checkpoint.quantization is None else checkpoint.quantization.unrounded
     if file is not None:
@@ -56,9 +55,8 @@ def demo_text() -> str:
 
 def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     """Run both models on the first 2,000 tokens of a text, by transformers in float32, so that only quantization
-    differs: of weights, of keys and values, and of the activations.
-
-    SpecDecError if the unquantized model is no longer where it was, or is another one.
+    differs: of weights, of keys and values, and of activations. SpecDecError if the unquantized model has been moved or
+    changed.
     """
     checkpoint = open_checkpoint(checkpoint_dir)
     assert checkpoint.quantization is not None and checkpoint.quantization.unrounded is not None
@@ -97,7 +95,7 @@ def _shown(unquantized_dir: Path) -> str:
 
 
 def _log_probs(model: PreTrainedModel, tokens: list[int], window: int, **quantization: QuantizeKV) -> Iterator[Tensor]:
-    """float32 [window, vocab], one window after another."""
+    """Log-probabilities float32 [window, vocab], one window after another."""
     for start in range(0, len(tokens), window):
         with torch.inference_mode():
             ids = torch.tensor([tokens[start : start + window]])

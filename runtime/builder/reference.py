@@ -29,10 +29,10 @@ from runtime.util.locks import MODEL_INIT_LOCK
 QUANTIZED_KV = "specdec_quantized_kv"
 _NARROW = (torch.bfloat16, torch.float16)
 _WIDENED_AT_ONCE = 1 << 20
-"""Numbers of a weight: they stay in the cache until they are read."""
+"""Numbers of a weight that are widened at once: few enough to stay in the processor's cache until they are read."""
 
 QuantizeKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Quantizer of a layer's visible keys and values, (1, Hk, n, D) and (1, Hk, n, Dv)."""
+"""Quantizer of a layer's visible keys [1, kv heads, tokens, dim] and values [1, kv heads, tokens, value dim]."""
 
 
 def quantized_kv_attention(
@@ -77,9 +77,8 @@ class Quantized:
 @dataclass(frozen=True)
 class Stored:
     """Takes the K/V that an engine's step has stored for a sequence, after checking that they are valid roundings.
-
-    The last bits of a number decide between two neighbouring codes, and either is right. A rank has stored only its
-    first heads; the other heads are quantized here.
+    Where a number lies between two neighbouring codes, its last bits decide, and either code is right. A rank has
+    stored only its own heads; the other heads are quantized here.
     """
 
     pool: KVPool
@@ -134,7 +133,9 @@ def _are_narrow(args: Any) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Output [..., outputs], in the dtype of `x` [..., inputs], by pieces of the weight [outputs, inputs]."""
+    """Output [..., outputs] in the dtype of `x`, from `x` [..., inputs] and the weight [outputs, inputs], which is
+    widened piece by piece.
+    """
     wide = x.reshape(-1, weight.shape[1]).float()
     outputs = x.new_empty(len(wide), len(weight))
     at_once, end = max(1, _WIDENED_AT_ONCE // max(1, weight.shape[1])), 0
@@ -146,13 +147,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Choices(TorchFunctionMode):
-    """Records the scores by which a model's routers choose experts, [..., experts], in the order of the calls: the
-    scores whose highest are taken, and how far other scores are from the bound of nearly equal ones (Phi-3.5).
+    """Records the scores [..., experts] by which a model's routers choose experts, in the order of the calls, and how
+    far other scores are from the bound below which experts are left out (Phi-3.5).
 
     Rounding decides between experts with nearly equal scores. A correct step that takes the other expert is far from
     transformers' in that token, and in all tokens that see it. With `ties`, a margin for each call, the last expert
     taken and the first left out change places if their scores differ by no more than the margin, and likewise at a
-    bound. If `every` is above 1, this happens for one token of each `every`: the token number `turn`.
+    bound. If `every` is above 1, this happens for one token in each `every`: the token number `turn`.
     """
 
     def __init__(self, ties: Seq[float] | None = None, every: int = 1, turn: int = 0) -> None:
@@ -189,7 +190,9 @@ class Choices(TorchFunctionMode):
         return kind((scores.gather(-1, indices), indices))
 
     def _of_bound(self, distances: Tensor, bound: float, decided: Tensor) -> Tensor:
-        """True where a score's distance from the best score exceeds the bound."""
+        """True where a score's distance from the best score exceeds the bound, so that its expert is left out; ties in
+        turn are decided otherwise.
+        """
         if (margin := self._margin(distances)) is None:
             return decided
         return decided ^ self._in_turn(((distances - bound).abs() <= margin) & (distances != 0))
@@ -199,7 +202,7 @@ class Choices(TorchFunctionMode):
         return None if self._ties is None else self._ties[len(self.scores) - 1]
 
     def _in_turn(self, is_tie: Tensor) -> Tensor:
-        """The ties [..., experts] of the tokens whose turn it is."""
+        """`is_tie` [..., experts], False for tokens whose turn it is not."""
         rows = is_tie.reshape(-1, is_tie.shape[-1])
         has_turn = torch.arange(len(rows), device=rows.device) % self._every == self._turn
         return (rows & has_turn[:, None]).view_as(is_tie)

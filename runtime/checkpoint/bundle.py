@@ -1,10 +1,10 @@
 """Engine directories: `config.json`, the compiled step of each rank and the tokenizer's files.
 
-The step's files depend on the compiler. aot: `rank0.pt2`, and `rank0.safetensors` with the weights in the step's
-layout. torch-compile: the model's own weights, and `rank0.cache`, the compiler's cache. none: the weights alone.
-`self-draft` has the same files for the self-draft copy, if there is one, without the weights that it shares with the
-target. A split model has one step for all ranks, and a file of weights for each. A compiled step is machine code: open
-only bundles that you would run as a program.
+The files of a step depend on the compiler. aot: `rank0.pt2`, and `rank0.safetensors` with the weights in the step's
+layout. torch-compile: the model's own weights, and `rank0.cache`, the compiler's cache. none: the model's own weights
+alone. `self-draft` has the same files for the self-draft copy, if there is one, without the weights that it shares with
+the target. A split model has one step for all ranks, and a file of weights for each. A compiled step is machine code:
+open only bundles that you would run as a program.
 
 Nothing here needs torch: errors about a directory are reported before torch is imported.
 """
@@ -26,9 +26,9 @@ LIBRARY = "kernels.so"
 COPY_DIR = "self-draft"
 """Subdirectory of the self-draft copy: its compiled step, and the weights that it does not share with the target."""
 DRAFT_VOCAB, HEAD_OUTPUT = "draft_vocab.txt", "head_output.safetensors"
-"""Ids that are drafted, and a trained head's quantized layers, where an engine has them."""
+"""Files with the ids that may be drafted, and with a trained head's quantized layers, if an engine has them."""
 TARGET_OUTPUT = "target_output.safetensors"
-"""The target's output layer for a trained head that has none of its own."""
+"""File with the target's output layer, for a trained head that has none of its own."""
 _BUILD_AGAIN = "build it again"
 ENGINE = Artefact("the engine was built", _BUILD_AGAIN, code="engine")
 
@@ -50,7 +50,7 @@ def weights_files(mapping: Mapping) -> list[str]:
 
 
 def uses_kernels(compiler: Compiler, device: str) -> bool:
-    """True if our kernel computes attention: on the CPU, in a compiled step."""
+    """True if our kernel computes attention, which is so on a CPU in a compiled step."""
     return compiler != "none" and device == "cpu"
 
 
@@ -61,7 +61,8 @@ class Bundle:
     directory: Path
     config: EngineConfig
     model: str | None = None
-    """The model that the engine was made of for this run, as the user named it; None: the user named the engine."""
+    """The model from which the engine was made for this run, as the user named it; None if the user named the engine.
+    """
 
     @property
     def given(self) -> str:
@@ -70,7 +71,7 @@ class Bundle:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of the model's weights, of all ranks, without those of a copy that drafts."""
+        """Bytes of the model's weights of all ranks, without those of a self-draft copy."""
         own = weights_files(self.config.mapping)
         return sum(record.num_bytes for record in self.config.files if record.name in own)
 
@@ -81,7 +82,7 @@ class Bundle:
 
 
 def read_bundle(engine_dir: Path, model: str | None = None) -> Bundle:
-    """Open an engine's directory; SpecDecError names what is missing or wrong."""
+    """Open an engine's directory; SpecDecError names the file or key that is missing or wrong."""
     return Bundle(engine_dir, read_engine_config(engine_dir), model)
 
 
@@ -94,7 +95,9 @@ def is_engine_dir(directory: Path) -> bool:
 
 
 def read_engine_config(engine_dir: Path) -> EngineConfig:
-    """Parse and check an engine directory; SpecDecError names what is missing or wrong."""
+    """Parse and check an engine directory's configuration; SpecDecError names the file or key that is missing or
+    wrong.
+    """
     recover_directory(engine_dir)
     if not engine_dir.is_dir():
         if is_gguf(engine_dir):
@@ -156,7 +159,9 @@ def check_step_files(bundle: Bundle) -> None:
 
 @contextmanager
 def unchanged_while_opened(bundle: Bundle) -> Iterator[None]:
-    """SpecDecError if the step's files were replaced during the block: what it opened may be half of another engine."""
+    """SpecDecError if the step's files were replaced during the block: the files opened in it may belong to two
+    engines.
+    """
     names = [CONFIG, *(record.name for record in bundle.config.files if not is_of_tokenizer(record))]
     paths = [bundle.directory / name for name in names]
     before = [_stamp(path) for path in paths]

@@ -21,11 +21,13 @@ class OpenedCheckpoint:
     directory: Path
     config: CheckpointConfig
     unread: Path | None = None
-    """File of the model's that is the checkpoint's weights, of which nobody has looked whether they are numbers."""
+    """The model's own file, if it serves as the checkpoint's weights and nobody has checked it for NaN and infinity
+    yet.
+    """
 
 
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
-    """Parse and check a checkpoint directory; SpecDecError names what is missing or wrong.
+    """Parse and check a checkpoint directory; SpecDecError names the file or key that is missing or wrong.
 
     A file that has not changed since last time is not read.
     """
@@ -106,7 +108,7 @@ def check_hidden_states(checkpoint: CheckpointConfig, hidden_states: tuple[int, 
 
 
 def check_has_no_head(tp_size: int) -> None:
-    """SpecDecError if a trained drafter is to read a model that is split over devices."""
+    """SpecDecError if a trained drafter is to draft for a model that is split over devices."""
     if tp_size > 1:
         raise SpecDecError(
             f"a model that is split over devices has no trained drafter: tp_size {tp_size}",
@@ -115,7 +117,7 @@ def check_has_no_head(tp_size: int) -> None:
 
 
 def check_not_split(tp_size: int) -> None:
-    """SpecDecError if a model that is to draft for itself is split over devices."""
+    """SpecDecError if a model that is split over devices is to draft for itself."""
     if tp_size > 1:
         raise SpecDecError(
             f"a model that is split over devices has no copy that drafts: tp_size {tp_size}",

@@ -1,4 +1,5 @@
-"""Checksums: an artefact records its files and its own content when it is written; here both are checked against that.
+"""Checksums: an artefact records its files and its own content when it is written; here both are compared with the
+record.
 
 A directory's `config.json` records the size and SHA-256 of the files beside it, and in `config_digest` a digest of its
 own content; a document in a single file has its digest under `digest`. These find damage and mistakes, not malice:
@@ -20,8 +21,8 @@ from runtime.util.files import check_regular
 
 CONFIG = "config.json"
 NOT_RECORDED = frozenset({CONFIG, "generation_config.json", "chat_template.jinja"})
-"""People change them, but for the configuration, which has a digest of its own: how an output ends, and how a
-conversation is written."""
+"""Files that people edit, so that they have no record: they say how an output ends, and how a conversation is written.
+"""
 
 
 def is_recorded(name: str) -> bool:
@@ -34,7 +35,7 @@ _OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
 
 @dataclass(frozen=True)
 class Artefact:
-    """The words of errors about an artefact: where its files come from, and what to do if they have changed."""
+    """Words for errors about an artefact: the command that makes its files, and the remedy if they have changed."""
 
     since: str
     hint: str
@@ -55,7 +56,7 @@ def config_digest(data: dict[str, Any]) -> str:
 
 
 def record_files(directory: Path) -> tuple[FileRecord, ...]:
-    """Records of the files as they are now."""
+    """Records of a directory's files as they are now."""
     return tuple(
         FileRecord(name, path.stat().st_size, file_digest(path))
         for name, path in files_in(directory).items()
@@ -74,7 +75,7 @@ def is_of_tokenizer(record: FileRecord) -> bool:
 
 
 def check_config(path: Path, text: str, artefact: Artefact) -> None:
-    """SpecDecError unless a `config.json` is as it was written; `text` is its content."""
+    """SpecDecError unless a `config.json` is unchanged since it was written; `text` is its content."""
     recorded, found = _digests_of_config(text)
     if recorded != found:
         artefact.raise_changed(path, f"digest {found[:12]}…, written with {recorded[:12] or 'none'}…")
@@ -82,8 +83,8 @@ def check_config(path: Path, text: str, artefact: Artefact) -> None:
 
 @lru_cache(maxsize=16)
 def _digests_of_config(text: str) -> tuple[str, str]:
-    """The digest that it records and the digest of its content. Cached by the text: one config is often opened several
-    times.
+    """The digest that the text records, and the digest of its content. Cached by the text, since a config is often
+    opened several times.
     """
     data = json.loads(text)
     return str(data.get("config_digest", "")), config_digest(data)
@@ -101,8 +102,8 @@ def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefa
 
 
 def check_contents(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:
-    """SpecDecError for a file that is not as it was written. A file that has not changed since last time is not
-    read.
+    """SpecDecError for a file that has changed since it was written. A file that has not changed since it was last
+    checked is not read.
     """
     for record in records:
         if difference := content_difference(directory / record.name, record, file_digest):

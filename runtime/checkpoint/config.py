@@ -1,7 +1,7 @@
 """The settings that travel in `config.json` of checkpoint and engine directories, frozen once parsed.
 
-`as_json` and `parse` are inverse; parsing checks every key, so that a damaged or foreign file is an error that names
-the file and the key and not a crash later.
+`parse` reads what `as_json` gives. It checks every key, so a damaged or foreign file gives an error that names the file
+and the key, instead of a crash later.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # 16: experts were not quantized; 17: attention had no slopes; 18: routers' biases were rounded to 16 bits
 ENGINE_FORMAT_VERSION = 19
 
-# Beyond these nothing useful can be built, and what is asked for is most likely a slip.
+# Beyond these limits nothing useful can be built, and the value is most likely a slip.
 MAX_BATCH_SIZE = 1024
 MAX_DRAFT_LEN = 256
 MAX_TOKENS_PER_BLOCK = 1024
@@ -34,13 +34,13 @@ MAX_SEQ_LEN = 2**24
 
 @dataclass(frozen=True)
 class Between:
-    """Bounds of a number in a document, both included."""
+    """Bounds of a number in a document; both bounds are allowed values."""
 
     least: float
     most: float = sys.float_info.max
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """Give pydantic the same bounds, for records."""
+        """Give pydantic the same bounds, for records of documents."""
         from pydantic import Field
 
         most = self.most if self.most < sys.float_info.max else None
@@ -53,12 +53,12 @@ Size = Annotated[int, Between(1)]
 Measure = Annotated[float, Between(0)]
 Share = Annotated[float, Between(0, 1)]
 Seconds = Annotated[float, Between(0, 10**6)]
-"""Time of one step: sums and products of them are finite."""
+"""Seconds of a step, so small that sums and products of several are finite."""
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Compiler = Literal["aot", "torch-compile", "none"]
 Arithmetic = Literal["float32", "avx512_bf16", "amx_bf16"]
-"""Matmul kernel (ISA path) for 16-bit numbers; results differ in the last bits."""
+"""Matmul kernel for 16-bit numbers (a set of instructions); kernels differ in the last bits of their results."""
 ARITHMETICS: tuple[Arithmetic, ...] = typing.get_args(Arithmetic)  # in the order of the kernels' numbers
 SpeculativeDecodingMode = Literal["none", "draft_tokens_external"]
 IntFormat = Literal["int8", "int4"]
@@ -67,14 +67,14 @@ QuantAlgo = Literal[
     "W8A16", "W4A16", "W4A16_AWQ", "W4A16_GPTQ", "W8A16_GPTQ", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES",
     "W4A16_MXFP4", "NVFP4", "MIXED_PRECISION",
 ]  # fmt: skip
-"""TensorRT-LLM's names of how weights are quantized."""
+"""Quantization of weights, by TensorRT-LLM's names."""
 KVCacheQuantAlgo = Literal["INT8", "FP8"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 """Number format of keys and values; `auto` is the weights' dtype."""
 KV_CACHE_ALGO: dict[KVCacheDtype, KVCacheQuantAlgo | None] = {"auto": None, "int8": "INT8", "fp8": "FP8"}
 Activations = Literal["float", "int8", "int16"]
 LayersActivations = Literal[Activations, "mixed"]
-"""`mixed`: int8 for weights of 4 bits, int16 for those of 8."""
+"""Format of a layer's inputs. `mixed` is int8 for weights of 4 bits, and int16 for weights of 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class QuantConfig:
 
     qformat: QuantFormat | None = None
     group_size: int | None = None
-    """Inputs that share a scale; None: all of an output's."""
+    """Number of inputs that share a scale; None if all inputs of an output do."""
     quantize_lm_head: bool = False
     kv_cache: KVCacheQuantAlgo | None = None
     activations: Activations | None = None
-    """None: what is fastest and changes no more than the weights' quantization does."""
+    """Format of layers' inputs; None for the fastest that adds no more error than the weights' quantization."""
 
     @classmethod
     def by_default(
@@ -121,14 +121,14 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization of a checkpoint's linear layers as a whole; the tensors of each layer say how that layer is
-    quantized.
+    """Quantization of a checkpoint's linear layers as a whole. Each layer's tensors show how that layer
+    is quantized.
     """
 
     quant_algo: QuantAlgo | None
     kv_cache_quant_algo: KVCacheQuantAlgo | None = None
     group_size: Size | None = None
-    """Inputs that share a scale; None: all of an output's, or it differs."""
+    """Number of inputs that share a scale; None if all inputs of an output do, or if layers differ."""
     has_zero_point: bool = False
     pre_quant_scale: bool = False
     exclude_modules: tuple[str, ...] = ()
@@ -138,11 +138,11 @@ class Quantization:
     source: str = "rounded"
     """Origin of the quantized weights: quantized by the conversion, or read from a format of this name."""
     unrounded: str | None = None
-    """The model that was quantized, by its shipped name or directory; None where it is not known."""
+    """The model that was quantized, by its shipped name or directory; None if it is not known."""
 
     @property
     def bits(self) -> str | None:
-        """Bits of a quantized weight: `4`, or `4 and 8` where layers differ; None where weights are not quantized."""
+        """Bits of a quantized weight: `4`, or `4 and 8` if layers differ; None if weights are not quantized."""
         if self.quant_algo is None:
             return None
         if self.quant_algo == "MIXED_PRECISION":  # activations of integers tell: 8 bits beside 4, and 16 beside 8
@@ -159,7 +159,7 @@ class CheckpointConfig:
     quantization: Quantization | None = None
     mapping: Mapping = Mapping()
     files: tuple[FileRecord, ...] = ()
-    """All but those that people change; none until they are written."""
+    """Records of all files, except files that people edit; empty until the files are written."""
     config_digest: str = ""
     """Digest of all other fields, as written."""
     format_version: int = CHECKPOINT_FORMAT_VERSION
@@ -167,8 +167,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """K/V shape of one attention layer, and which keys a query sees: a window, or the keys from the beginning of its
-    chunk; all keys before it if both are None.
+    """K/V shape of one attention layer, and the keys that a query sees: the keys in a window, the keys since the
+    beginning of its chunk, or, if both are None, all keys before it.
     """
 
     layer: Count
@@ -193,26 +193,28 @@ class RecurrentShape:
     key_dim: Size
     value_dim: Size
     num_decays: Size = 1
-    """Decays of a token: one, or one for each number of a key."""
+    """Number of decays of a token: one for the head, or one for each number of a key."""
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """State of one layer: the inputs of its convolution for the last tokens, `width` numbers each; 0 without a
-    convolution.
+    """State of one layer: the inputs of its convolution for the last tokens, `width` numbers each, and perhaps a
+    recurrent state. `width` is 0 for a layer without a convolution.
     """
 
     layer: Count
     width: Count
     num_before: Count
-    """Tokens before one that its convolution depends on."""
+    """Number of earlier tokens that a token's convolution depends on."""
     recurrent: RecurrentShape | None = None
-    """None: its output depends on these tokens alone."""
+    """Shape of the recurrent state; None if the layer's output depends on the convolution's tokens alone."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Memory of layers for earlier tokens: a layer has keys and values (`layers`), a state (`states`), both or none."""
+    """Shapes of the memory that layers keep of earlier tokens: keys and values (`layers`), a state (`states`), both or
+    neither.
+    """
 
     layers: tuple[LayerShape, ...]
     states: tuple[StateShape, ...] = ()
@@ -223,23 +225,25 @@ class Shapes:
 
 @dataclass(frozen=True)
 class SelfDraft:
-    """Quantization of the linear weights of a self-draft copy."""
+    """Quantization of the linear layers' weights in a self-draft copy."""
 
     qformat: IntFormat
     group_size: Size | None = 64
-    """Inputs that share a scale; None: all of an output's."""
+    """Number of inputs that share a scale; None if all inputs of an output do."""
 
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """Output layer for a trained head and a self-draft copy, with fewer ids or bits. It is never used to verify."""
+    """Output layer for a trained head and a self-draft copy, with fewer ids or fewer bits than the model's. It is never
+    used to verify.
+    """
 
     qformat: IntFormat | None = None
-    """None: as the model has it."""
+    """Format of the layer's weights; None for the model's own."""
     vocab_size: Size | None = None
-    """Ids that are drafted; None: all."""
+    """Number of ids that may be drafted; None for all."""
     layers: IntFormat | None = None
-    """Quantization of the head's other linear layers; None: as the head has them."""
+    """Quantization of the head's other linear layers; None for the head's own format."""
 
     @property
     def is_quantized(self) -> bool:
@@ -250,7 +254,7 @@ USUAL_MAX_BATCH_SIZE, USUAL_MAX_DRAFT_LEN = 4, 10
 
 
 def max_draft_len_for(num_masks: int) -> int:
-    """The `max_draft_len` of a draft model's engine whose steps take so many mask tokens behind a sequence."""
+    """The `max_draft_len` of a draft model's engine, whose steps take `num_masks` mask tokens behind a sequence."""
     return max(num_masks, USUAL_MAX_DRAFT_LEN) if num_masks else 0
 
 
@@ -259,16 +263,16 @@ _USUAL_SEQ_LEN = 4096  # a K/V cache for all positions of a long-context model w
 
 
 def usual_max_seq_len(num_positions: int | None) -> int:
-    """The model's positions, at most 4,096; 4,096 where its config does not say."""
+    """The number of the model's positions, at most 4,096; 4,096 if its config states none."""
     return min(num_positions or _USUAL_SEQ_LEN, _USUAL_SEQ_LEN)
 
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """Limits fixed by `build`; `run` may not exceed them.
+    """Limits fixed by `build`, which `run` may not exceed.
 
-    `max_seq_len` includes `max_draft_len`, as in TensorRT-LLM: prompt and output together may have
-    `max_request_len` tokens.
+    `max_seq_len` includes `max_draft_len`, as in TensorRT-LLM: prompt and output together may have `max_request_len`
+    tokens.
     """
 
     compiler: Compiler
@@ -279,10 +283,11 @@ class BuildConfig:
     tokens_per_block: Annotated[int, Between(1, MAX_TOKENS_PER_BLOCK)]
     speculative_decoding_mode: SpeculativeDecodingMode
     self_draft: SelfDraft | None = None
-    """None: there is no copy that drafts."""
+    """Quantization of the self-draft copy; None if there is no copy."""
     hidden_states: tuple[Count, ...] = ()
-    """Hidden states that the step gives for a trained drafter, by transformers' numbers: what enters layer i, or after
-    the final norm where i is the number of layers."""
+    """Hidden states that the step returns for a trained drafter, by transformers' numbers: number i is the input of
+    layer i, or, if i is the number of layers, the output of the final norm.
+    """
     draft_output: DraftOutput = DraftOutput()
 
     @property
@@ -299,7 +304,7 @@ class StepShape:
     layers: tuple[LayerShape, ...]
     build_config: BuildConfig
     kv_cache: KVCacheQuantAlgo | None = None
-    """Quantization of keys and values; None: they are of the dtype."""
+    """Quantization of keys and values; None if they have the model's dtype."""
     states: tuple[StateShape, ...] = ()
 
     @property
@@ -309,14 +314,14 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment that a compiled step was built for; the step runs in no other."""
+    """Environment that a compiled step was built for; the step runs in no other environment."""
 
     torch: str
     transformers: str
     device: Literal["cpu", "cuda"]
     capability: str
     instructions: tuple[str, ...] = ()
-    """Sets of instructions that the CPU's code may use, by Linux's names."""
+    """Sets of CPU instructions that the step's code may use, by Linux's names."""
 
 
 @dataclass(frozen=True)
@@ -327,10 +332,14 @@ class LogitsCheck:
     relative_difference: Measure
     tolerance: Measure
     from_float32: Measure | None = None
-    """The engine's relative difference from the same weights in float32: measured where 16 bits exceed `tolerance`."""
+    """Largest difference relative to logits of the same weights in float32; measured if the difference of 16-bit logits
+    exceeds `tolerance`.
+    """
     transformers_from_float32: Measure | None = None
     from_float64: Measure | None = None
-    """Error relative to float64, measured if the one relative to float32 exceeds `tolerance`."""
+    """Largest difference relative to logits in float64; measured if the difference relative to float32 exceeds
+    `tolerance`.
+    """
     transformers_from_float64: Measure | None = None
 
 
@@ -342,9 +351,9 @@ class Quality:
 
     num_tokens: Size
     mean_kl: Annotated[float, Between(-1)]
-    """Mean Kullback-Leibler divergence, in nats; rounding may take one that is near 0 below it."""
+    """Mean Kullback-Leibler divergence, in nats. Rounding may make a value near 0 slightly negative."""
     top1_agreement: Share
-    """Share of positions where both have the same token most probable."""
+    """Share of positions at which both models have the same most probable token."""
     unrounded: str
     text: str
 
@@ -354,7 +363,7 @@ _FEW_TOKENS = 200
 
 @dataclass(frozen=True)
 class RelativeTime:
-    """Time of a step of `num_tokens` tokens with 8 bits ÷ its time with more bits, in several turns."""
+    """Time of a step of `num_tokens` tokens with 8-bit activations, divided by its time with more bits, in turns."""
 
     num_tokens: Size
     ratio: Measure
@@ -368,17 +377,19 @@ class RelativeTime:
 
 @dataclass(frozen=True)
 class InEightBits:
-    """An engine with activations of 8 bits beside the same engine with the activations `instead_of`."""
+    """Comparison of an engine that has activations of 8 bits with the same engine that has the activations
+    `instead_of`.
+    """
 
     instead_of: LayersActivations
     num_tokens: Size
-    """Tokens that were compared."""
+    """Number of tokens that were compared."""
     mean_kl: Measure
     """Mean Kullback-Leibler divergence, in nats."""
     top1_agreement: Share
-    """Share of positions where both have the same token most probable."""
+    """Share of positions at which both engines have the same most probable token."""
     times: tuple[RelativeTime, ...]
-    """Times of a step of one token, of the longest draft, and of a piece of a prompt."""
+    """Times of three steps: of one token, of the longest draft, and of a piece of a prompt."""
 
     def __str__(self) -> str:
         *steps, prompt = self.times
@@ -409,7 +420,7 @@ class MachineSpeed:
 
     num_threads: Size
     memory_bytes_per_s: Measure
-    """Read and written, by all threads, in a copy that is larger than the caches."""
+    """Bytes a second that all threads read and write, in a copy that is larger than the caches."""
 
 
 @dataclass(frozen=True)
@@ -425,10 +436,10 @@ class EngineConfig:
     logits_check: LogitsCheck
     weights_digest: str
     files: tuple[FileRecord, ...] = ()
-    """All but those that people change; none until they are written."""
+    """Records of all files, except files that people edit; empty until the files are written."""
     step_costs: tuple[StepCost, ...] = ()
     host_s: Seconds = 0.0
-    """Seconds of a loop's turn beside the compiled step."""
+    """Seconds of an iteration of the loop outside the compiled step."""
     self_draft_check: LogitsCheck | None = None
     """Logits check of the self-draft copy, against the same quantized weights."""
     self_draft_costs: tuple[StepCost, ...] = ()
@@ -440,9 +451,9 @@ class EngineConfig:
     quality: Quality | None = None
     compiler_note: str | None = None
     why_whole: str | None = None
-    """Reason why a step of `aot` is one token program; None where each kind of layer is one."""
+    """Reason why an `aot` step is a single token program; None if each kind of layer is a program."""
     arithmetic: Arithmetic | None = None
-    """Matmul kernel of linear layers; None without our kernels."""
+    """Matmul kernel of linear layers; None if our kernels are not used."""
     batch_invariant: bool = False
     """True if a token's logits are bitwise independent of the rest of its step: batch, draft, piece of a prompt."""
     mapping: Mapping = Mapping()
@@ -452,7 +463,7 @@ class EngineConfig:
 
     @property
     def bits(self) -> str:
-        """Bits of a weight of the linear layers, such as `16`, or `4 and 8` where layers differ."""
+        """Bits of a weight of the linear layers, such as `16`, or `4 and 8` if layers differ."""
         quantized = None if self.quantization is None else self.quantization.bits
         return quantized or ("32" if self.dtype == "float32" else "16")
 
@@ -511,7 +522,7 @@ def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
 
 
 def _form(error: Any) -> str | None:
-    """The form that a value should have, in words, from one of pydantic's errors; None if it is not worth naming."""
+    """The form that a value should have, in words, from an error of pydantic's; None if the form would not help."""
     bounds = error.get("ctx", {})
     match error["type"]:
         case "none_required" | "is_instance_of":
@@ -534,7 +545,7 @@ def _adapter(kind: Any) -> Any:
 
 
 def _complaint(error: Any, where: str) -> str:
-    """The sentence for one of pydantic's errors."""
+    """A sentence for an error of pydantic's."""
     if not error["loc"]:  # all else is said of a key
         return f"`{where}` has a text with half of a surrogate pair, which is no character"
     *places, key = error["loc"]

@@ -28,9 +28,9 @@ Grid = dict[int, dict[int, float]]
 class CostModel:
     """Seconds of a step, on straight lines between measurements and beyond them.
 
-    With 10 ms for 1 token and 14 ms for 5, 3 tokens take 12 ms. A step counts as no slower than any measured step with
-    at least as many sequences and tokens after contexts at least as long: a busy moment can only have slowed the
-    smaller one.
+    With 10 ms for 1 token and 14 ms for 5, 3 tokens take 12 ms. If a measured step took longer than a larger step (with
+    at least as many sequences, tokens and context), its time is lowered to the larger step's: a busy moment must have
+    slowed it.
     """
 
     def __init__(self, costs: Iterable[StepCost], host_s: float) -> None:
@@ -64,11 +64,11 @@ class CostModel:
         return self._known[key]
 
     def _beyond(self, most: int, batch_size: int, context_len: int, num_tokens: float) -> float:
-        """Cost of a batch larger than all measured batches; the largest of those has `most` rows.
+        """Cost of a batch larger than all measured batches; the largest measured batch has `most` rows.
 
         The cost of the same tokens in `most` rows, plus the measured price of each further row in a step of that many
-        tokens. Batches with the same rows are not extrapolated: from some number of tokens on, other kernels compute a
-        step and its price jumps.
+        tokens. Longer rows are not extrapolated in this way: beyond some number of tokens other kernels compute a step,
+        and its price jumps.
         """
         fewer = max(size for size in self._grids if size < most)
         alone_s, together_s = (_in_grid(self._grids[size], context_len, most / size) for size in (most, fewer))
@@ -99,17 +99,16 @@ def _without_busy_moments(costs: list[StepCost]) -> Iterator[tuple[StepCost, flo
 
 
 def _in_grid(grid: Grid, context_len: int, num_tokens: float) -> float:
-    """Pieces of prompts are measured after fewer context lengths than generation steps; missing ones are
-    interpolated.
+    """Measurements on a common grid. Pieces of prompts are measured after fewer context lengths than generation steps;
+    missing values are interpolated.
     """
     rows = {c: row for c, row in grid.items() if max(row) >= num_tokens} or grid
     return _on_lines({c: _on_lines(row, num_tokens) for c, row in rows.items()}, context_len)
 
 
 def _on_lines(points: dict[int, float], x: float) -> float:
-    """The value at x on the line through the two points around it, or beyond them through the last two.
-
-    At least half of the smallest value: noise must not extend a line down to zero.
+    """The value at x on the line through the two points around it; beyond all points, on the line through the last two.
+    It is at least half of the smallest value, so that noise cannot extend a line down to zero.
     """
     xs = sorted(points)
     if len(xs) == 1:
@@ -155,7 +154,7 @@ def with_kept_costs(config: EngineConfig, engine_dir: Path) -> EngineConfig:
 
 
 def kept_costs(engine_dir: Path) -> MeasuredCosts | None:
-    """Step costs in the `.costs` file beside an engine's directory; None if nobody has had them measured."""
+    """Step costs in the `.costs` file beside an engine's directory; None if they have not been measured."""
     data = read_sealed(_file(engine_dir))
     if data is None:
         return None

@@ -1,5 +1,6 @@
-"""generation_config.json: which tokens end a model's outputs, and its sampling defaults. People edit this file, so its
-values are checked wherever they are read.
+"""generation_config.json: the tokens that end a model's outputs, and its sampling defaults.
+
+People edit this file, so its values are checked wherever they are read.
 """
 
 import math
@@ -41,7 +42,7 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from `least` to `most`; without `least` itself if `is_open`."""
+    """Finite numbers from `least` to `most`. If `is_open`, `least` itself is not in the range."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -77,12 +78,12 @@ ANY_NUMBER = Range()
 
 @dataclass(frozen=True)
 class DefaultField:
-    """A number for which a model may have its own default."""
+    """A request's field with a number for which a model may have its own default."""
 
     range: Range
     is_whole: bool
     is_penalty: bool
-    """True if it applies to greedy outputs too."""
+    """True if the number applies to greedy outputs too."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,9 @@ class ModelDefaults:
     penalties: dict[str, float] = field(default_factory=dict)
     """`repetition_penalty` and `no_repeat_ngram_size`, which transformers' `generate` applies to greedy outputs too."""
     sampling: dict[str, float] = field(default_factory=dict)
-    """`temperature`, `top_k`, `top_p` and `min_p`, for chats; temperature 0 alone where `do_sample` is false."""
+    """`temperature`, `top_k`, `top_p` and `min_p`, for chats; only temperature 0 if `do_sample` is false."""
     not_done: tuple[str, ...] = ()
-    """Unsupported settings in the file."""
+    """Settings in the file that specdec does not support."""
 
     @property
     def all(self) -> dict[str, float]:
@@ -122,9 +123,8 @@ def as_end_ids(ids: Any, directory: Path) -> frozenset[int]:
 
 
 def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> ModelDefaults:
-    """The file's values for these fields. SpecDecError for a value that is not a number or is out of range.
-
-    A missing `top_k` is None here, where transformers' `generate` takes 50.
+    """The file's values for these fields. SpecDecError for a value that is not a number or is out of range. If `top_k`
+    is missing, it is None; transformers' `generate` uses 50.
     """
     config = _read(directory)
     found = {

@@ -19,23 +19,25 @@ from runtime.util.errors import SpecDecError
 
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _SITE = r"(?:hf://|(?:https?://)?(?:hf\.co|huggingface\.co)/)"
-"""Beginning of an address that other programs, and the hub's pages, have in front of a repository's name."""
+"""Beginning of a model's address, which other programs and the hub's pages write before a repository's name."""
 _NAME = re.compile(rf"(?:{_SITE})?" r"(?P<repo>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<choice>\w[\w./-]*))?")
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _FORMAT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q|TQ)\d\w*|MXFP4\w*|NVFP4|BF16|F?P?(?:16|32)|F16|F32)$", re.IGNORECASE)
 _NO_MODELS = re.compile(r"(^|/)(mmproj|imatrix)|[.-]imatrix", re.IGNORECASE)
 _MOST_NAMED = 12
 _CHUNK_BYTES = 1 << 18
-"""Bytes that are lost at most where a download breaks off."""
+"""Most bytes that are lost if a download breaks off."""
 
 ByteProgress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 PROGRESS: ContextVar[ByteProgress | None] = ContextVar("progress", default=None)
-"""Display of a download, called with its description; it yields what is called with the bytes done and all bytes."""
+"""Display of a download. It is called with a description, and gives a function to call with the bytes done and all
+bytes.
+"""
 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """A GGUF model of a repository: its files, of which the first one is opened."""
+    """A GGUF model in a repository: its files, the first of which is opened."""
 
     name: str
     """Path in the repository, without `-00001-of-00002` and `.gguf`."""
@@ -44,12 +46,12 @@ class GGUFModel:
 
     @property
     def format(self) -> str:
-        """Format as the file's name has it, such as `Q4_K_M`; the whole name where it has none."""
+        """Format in the file's name, such as `Q4_K_M`; the whole name if it has no format."""
         found = _FORMAT.search(self.name) or _FORMAT.search(str(PurePosixPath(self.name).parent))
         return found[1] if found else PurePosixPath(self.name).name
 
     def is_meant_by(self, choice: str) -> bool:
-        """True for a file's name, or a part of it between hyphens, dots or slashes, such as `Q4_K_M`."""
+        """True if `choice` is the file's name, or a part of it between hyphens, dots or slashes, such as `Q4_K_M`."""
         if choice.lower().endswith(".gguf"):
             return choice in {part for file in self.files for part in (file, PurePosixPath(file).name)}
         return re.search(rf"(^|[-._/]){re.escape(choice)}($|[-./])", self.name, re.IGNORECASE) is not None
@@ -63,12 +65,11 @@ def parse_name(name: str) -> tuple[str, str | None] | None:
     return found["repo"], found["choice"]
 
 
-@cache  # asked before torch is imported, and again for what is made of it
+@cache  # asked before torch is imported, and again for the engine
 def download(name: str) -> Path:
-    """The directory of a model's files, or its GGUF file, downloaded unless it is there.
-
-    SpecDecError for a repository that is not there or asks for permission, for a GGUF model that is not in it, or
-    several, and where there is neither network nor file.
+    """The directory of a model's files, or its GGUF file, downloaded unless it is here. SpecDecError for a repository
+    that does not exist or needs permission, for a GGUF model that the repository lacks or has several times, and if
+    there is neither a network nor a downloaded file.
     """
     parsed = parse_name(name)
     assert parsed is not None
@@ -86,7 +87,7 @@ def download(name: str) -> Path:
 
 
 def gguf_models(files: Iterable[tuple[str, int]]) -> list[GGUFModel]:
-    """The GGUF models among files, given with their sizes; a model in parts is one."""
+    """The GGUF models among files, which are given with their sizes. Parts of a model count as one model."""
     found: dict[str, list[tuple[str, int]]] = {}
     for file, num_bytes in sorted(files):
         if file.lower().endswith(".gguf") and not _NO_MODELS.search(file):
@@ -100,7 +101,7 @@ def gguf_models(files: Iterable[tuple[str, int]]) -> list[GGUFModel]:
 
 
 def _chosen(repo: str, choice: str | None, models: list[GGUFModel]) -> GGUFModel:
-    """The one that is meant; SpecDecError if there is none, or several."""
+    """The model that `choice` names; SpecDecError if it names none, or several."""
     formats = ", ".join(f"`{repo}:{model.format}`" for model in models[:_MOST_NAMED])
     formats += f" and {len(models) - _MOST_NAMED} more" if len(models) > _MOST_NAMED else ""
     meant = models if choice is None else [model for model in models if model.is_meant_by(choice)]
@@ -125,7 +126,9 @@ def _chosen(repo: str, choice: str | None, models: list[GGUFModel]) -> GGUFModel
 
 
 def _listed(repo: str) -> tuple[Path, dict[str, int]]:
-    """The directory for the repository's newest files, which may be empty or missing, and the sizes of all of them."""
+    """The directory for the repository's newest files, which may be empty or missing, and the sizes of all files in the
+    repository.
+    """
     import huggingface_hub as hub
 
     quiet_hub()
@@ -146,7 +149,7 @@ def _as_pattern(file: str) -> str:
 
 
 def _fetched(repo: str, commit: str, patterns: list[str], name: str) -> Path:
-    """The directory with these files, downloaded unless they are there."""
+    """The directory with these files, downloaded unless they are here."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -164,7 +167,7 @@ def _fetched(repo: str, commit: str, patterns: list[str], name: str) -> Path:
 
 
 def _counting_bar(report: Callable[[int, int], None]) -> Any:
-    """A class of bars that draw nothing, and report the bytes of those that count bytes."""
+    """A class of progress bars that draw nothing, and report bytes instead."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as there are bars
@@ -221,7 +224,7 @@ def _hub_errors(name: str, repo: str) -> Iterator[None]:
 
 
 def _of_answer(name: str, repo: str, error: Any) -> SpecDecError:
-    """The hub's answer, which is no file, as an error for the user."""
+    """An error for the user from the hub's answer, if the hub refused to send a file."""
     from huggingface_hub import constants, errors
 
     status = error.response.status_code
@@ -243,7 +246,7 @@ def _of_answer(name: str, repo: str, error: Any) -> SpecDecError:
 
 
 def _what_is_here() -> str | None:
-    """The models that are there without a network; None if none is."""
+    """A sentence with the models that are here without a network; None if there are none."""
     names = [model.name for model in local_models()]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return f"downloaded are {', '.join(f'`{name}`' for name in names[:_MOST_NAMED])}{more}" if names else None
@@ -254,7 +257,7 @@ class LocalModel:
     """A model of the hub that is on this machine."""
 
     name: str
-    """`OWNER/NAME`, or `OWNER/NAME:Q4_K_M`: by this name it is run."""
+    """Name by which the model is run: `OWNER/NAME`, or `OWNER/NAME:Q4_K_M`."""
     num_bytes: int
     used_s: float
     """Time of last use, in seconds since 1970."""
@@ -275,7 +278,7 @@ def local_models() -> list[LocalModel]:
 
 
 def _models_of(repo: Any) -> Iterator[LocalModel]:
-    """The models of a repository, in its revision of last use."""
+    """The models of a repository, in the revision that was last used."""
     revision = max(repo.revisions, key=lambda one: one.last_modified)
     files = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
     for model in gguf_models((name, file.size_on_disk) for name, file in files.items()):

@@ -1,4 +1,6 @@
-"""Resolve the source of a model: a shipped name, a local directory or GGUF file, or the Hugging Face hub."""
+"""Finds the files of a model by its name: a shipped name, a local directory or GGUF file, or a repository of the
+Hugging Face hub.
+"""
 
 import posixpath
 import warnings
@@ -92,8 +94,8 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def check_weight_files(model_dir: Path) -> None:
-    """SpecDecError for a safetensors file whose length contradicts its header: takes milliseconds, where a digest would
-    read all of it.
+    """SpecDecError for a safetensors file whose length contradicts its header. This takes milliseconds, where a digest
+    would read the whole file.
     """
     from runtime.util.tensor_file import read_header  # not for commands that read no weights
 
@@ -124,8 +126,8 @@ def shards_of(model_dir: Path) -> dict[str, Path]:
 
 
 def files_of_index(index: Path) -> dict[str, Path]:
-    """The file of each tensor by an index. Files may be in a subdirectory (`layers/0.safetensors`); `./a.safetensors`
-    means `a.safetensors`.
+    """The file of each tensor, from an index. Files may be in a subdirectory (`layers/0.safetensors`);
+    `./a.safetensors` means `a.safetensors`.
 
     SpecDecError for an index without tensors, or with a file outside its directory.
     """
@@ -140,8 +142,8 @@ def files_of_index(index: Path) -> dict[str, Path]:
 
 
 def resolve_head(name: str) -> Path:
-    """The directory of a trained drafter, or of a model that contains one. Names as for `resolve_model`, and shipped
-    heads.
+    """The directory of a trained drafter, or of a model that contains a drafter. Names are as for `resolve_model`, or
+    shipped heads.
     """
     directory = shipped_head(name) or Path(name).expanduser()
     return directory if directory.is_dir() else resolve_model(name)
@@ -153,7 +155,7 @@ def shipped_head(name: str) -> Path | None:
 
 
 def name_of(path: Path) -> str:
-    """The name of a shipped model or head that lies there, or the path."""
+    """The name of the shipped model or head at this path, or the path itself."""
     named = {_shipped(name, directory): name for name, directory in (_SHIPPED | _SHIPPED_HEADS).items()}
     return named.get(path, str(path))
 
@@ -211,7 +213,7 @@ def resolve_tokenizer(path: Path) -> Path:
 
 
 def refuse_unreadable_tokenizer(path: Path) -> None:
-    """SpecDecError for a tokenizer that its files show to be unreadable here."""
+    """SpecDecError for a tokenizer that cannot be read here, as its files show."""
     if is_gguf(path):
         from runtime.checkpoint.gguf.tokenizer import check_gguf_tokenizer
 
@@ -259,7 +261,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
 
 
 def check_is_model(model_dir: Path) -> None:
-    """SpecDecError unless `read_model_config` finds a config, and the config says which model it is of."""
+    """SpecDecError unless `config.json` exists and states a type of model."""
     if "model_type" not in read_model_config(model_dir):
         raise SpecDecError(
             f"`{model_dir / 'config.json'}` names no `model_type`: this is no Hugging Face model",

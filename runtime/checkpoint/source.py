@@ -1,6 +1,7 @@
 """A model's tensors in its files: found by reading headers alone, and loaded one by one.
 
-Files are read, not mapped: a file that is cut or overwritten meanwhile gives an error, and does not kill the process.
+Files are read, not mapped: a file that is cut off or overwritten meanwhile gives an error, and does not kill the
+process.
 """
 
 import math
@@ -47,13 +48,13 @@ class SourceTensor:
     offset: int
     """Offset in bytes from the file's beginning."""
     stamp: Stamp
-    """The file's when its header was read."""
+    """The file's time and size when its header was read."""
     rows: tuple[int, ...] | None = None
     """Position of each row in the file, if their order differs there."""
     shift: float = 0.0
     """Offset added to the numbers in the file."""
     made_of: "tuple[SourceTensor, ...]" = ()
-    """Tensors of the file that its numbers are made of, by `make`."""
+    """Tensors of the file from which `make` computes this tensor."""
     make: Callable[..., Tensor] | None = None
 
     @property
@@ -62,12 +63,12 @@ class SourceTensor:
 
     @property
     def is_float(self) -> bool:
-        """True for floating-point numbers that need no scale; numbers of 8 bits need one."""
+        """True for floating-point numbers that need no scale; 8-bit numbers need a scale."""
         return self.dtype.is_floating_point and self.dtype.itemsize > 1
 
     @property
     def is_as_in_file(self) -> bool:
-        """True if the tensor in the file has the same name and no other bytes."""
+        """True if the tensor in the file has the same name and the same bytes."""
         return self.name == self.source_name and self.make is None and self.rows is None and not self.shift
 
     def without_values(self) -> Tensor:
@@ -182,7 +183,9 @@ def read_file_header(file: Path) -> list[SourceTensor]:
 
 
 def check_not_wrapped(names: Iterable[str], model_dir: Path) -> None:
-    """SpecDecError if the names of weights have a prefix from a wrapper that was around the model in training."""
+    """SpecDecError if the names of weights have the prefix of a wrapper that was around the model in training, such as
+    `module.`.
+    """
     first = next(iter(names), "")
     for prefix, hint in _WRAPPERS.items():
         if first.startswith(prefix):
@@ -193,9 +196,7 @@ def check_not_wrapped(names: Iterable[str], model_dir: Path) -> None:
 
 
 def check_head(names: Iterable[str], config: Mapping[str, Any], head: str | None, *, is_tied: bool) -> None:
-    """SpecDecError for a model of `config` whose output layer has no weight; transformers would fill it with random
-    numbers.
-    """
+    """SpecDecError for a model whose output layer has no weight; transformers would fill it with random numbers."""
     if head is not None and not is_tied and not any(name.startswith(f"{head}.") for name in names):
         raise SpecDecError(
             f"the model has no weight for its last layer, `{head}`, and its config says that the embeddings do not "
@@ -206,12 +207,12 @@ def check_head(names: Iterable[str], config: Mapping[str, Any], head: str | None
 
 
 def is_computed(name: str, shape: tuple[int, ...]) -> bool:
-    """True for a tensor that is not a weight: transformers computes it from the config."""
+    """True for a tensor of the file that is not a weight: transformers computes it from the config."""
     return name.endswith(_COMPUTED) or (name.endswith(_MASKS) and len(shape) == 4)
 
 
 def predicts_further(name: str, config: Mapping[str, Any]) -> bool:
-    """True for a weight of MTP layers, which predict tokens after the next; the model's class does not have them.
+    """True for a weight of MTP layers, which predict tokens after the next token. The model's class has no such layers.
 
     DeepSeek V3 and GLM number these layers on from the model's own, other families name them `mtp`.
     """

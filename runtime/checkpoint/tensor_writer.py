@@ -21,7 +21,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Progress = Callable[[int, int], None]
 """Called with (bytes written, bytes in all)."""
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of tensors, by their names."""
+"""Dtype and shape of tensors, by the tensors' names."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def forms_of(tensors: Mapping[str, Tensor]) -> Forms:
 
 
 Share = Callable[[str, Tensor], Tensor]
-"""Part of a tensor in one file."""
+"""The part of a tensor that is written to one of several files."""
 
 
 def write_pieces(path: Path, pieces: Seq[Piece], progress: Progress) -> None:

@@ -1,8 +1,8 @@
 """The tokenizer as an engine keeps it: the state of transformers' tokenizer, opened without transformers.
 
-Importing transformers takes longer than a short answer. `build` saves the state that transformers' tokenizer gives to
-the `tokenizers` package, if that state alone gives the same tokens and texts. It is used as long as the tokenizer's
-files do not change.
+Importing transformers takes longer than a short answer. `build` saves the state that transformers' tokenizer hands to
+the `tokenizers` package, if this package gives the same tokens and texts from it. The saved state is used as long as
+the tokenizer's files do not change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from runtime.util.files import read_json, write_json
 from runtime.util.panics import panics_held
 
 SAVED = "saved_tokenizer.json"
-# What a tokenizer is made of: if one of them changes, what was saved is of another tokenizer.
+# Files that a tokenizer is read from: if one of them changes, the saved tokenizer is outdated.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
@@ -31,7 +31,7 @@ PROBES = ("", " ", "def f(w, h):\n    return w", "  It's , and don't .  1,234.50
 
 
 TEMPLATE_DIR = "additional_chat_templates"
-"""Subdirectory of a tokenizer's chat templates but the default one: `tool_use.jinja` and others."""
+"""Subdirectory with a tokenizer's further chat templates, beside the default template: `tool_use.jinja` and others."""
 
 
 def template_files(directory: Path) -> list[Path]:
@@ -74,7 +74,9 @@ class Tokenizer(Protocol):
 
 
 class SavedTokenizer:
-    """transformers' tokenizer without transformers: its methods, for one text and without padding."""
+    """A tokenizer that works like transformers' without importing it: the same methods, for one text at a time and
+    without padding.
+    """
 
     eos_token_id: int | None
 
@@ -102,8 +104,8 @@ class SavedTokenizer:
         max_length: int | None = None,
         verbose: bool = True,
     ) -> Mapping[str, Any]:
-        """Encode; truncation keeps a text's end. Nothing is set on the tokenizer, since that would affect other
-        threads.
+        """Tokens of a text; truncation keeps the text's end. No setting of the tokenizer is changed, since that would
+        affect other threads.
         """
         if not truncation or max_length is None:
             return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
@@ -125,8 +127,8 @@ class SavedTokenizer:
 
 @contextmanager
 def panics_told() -> Iterator[None]:
-    """SpecDecError where the `tokenizers` package panics, which raises no Exception: for example on a text for which
-    one of the tokenizer's expressions takes too many steps.
+    """SpecDecError if the `tokenizers` package panics, which raises no `Exception`: for example for a text on which one
+    of the tokenizer's expressions takes too many steps.
     """
     try:
         with panics_held():
@@ -139,8 +141,8 @@ def panics_told() -> Iterator[None]:
 
 @contextmanager
 def failures_told() -> Iterator[None]:
-    """SpecDecError where the `tokenizers` package raises a bare Exception, for example for an unknown word in a
-    tokenizer without a token for unknown words.
+    """SpecDecError if the `tokenizers` package raises a bare `Exception`: for example for an unknown word, if the
+    tokenizer has no token for unknown words.
     """
     try:
         with panics_told():
@@ -159,7 +161,7 @@ def _failed(error: BaseException) -> SpecDecError:
 
 
 def token_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
-    """The tokens of a text; SpecDecError where the tokenizer fails on it."""
+    """The tokens of a text; SpecDecError if the tokenizer fails on it."""
     with failures_told():
         ids: list[int] = tokenizer(text, **options)["input_ids"]
     return ids
@@ -168,9 +170,8 @@ def token_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
 def last_tokens(
     tokenizer: tokenizers.Tokenizer, text: str, max_length: int, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """The last tokens of a text, at most `max_length` including its start and end tokens, as `tokenizers` truncates.
-
-    Nothing is set on the tokenizer: its settings hold for all threads.
+    """The last tokens of a text, at most `max_length` with its start and end tokens, as `tokenizers` truncates. No
+    setting of the tokenizer is changed, since settings hold for all threads.
     """
     num_special = tokenizer.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
     encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -180,7 +181,7 @@ def last_tokens(
 
 @dataclass(frozen=True)
 class _Saved:
-    """Content of the saved file. `files` is a digest of the tokenizer's source files."""
+    """Content of the saved file. `files` is a digest of the files that the tokenizer was read from."""
 
     files: str
     eos_token_id: Count | None
@@ -189,7 +190,7 @@ class _Saved:
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     """Save the tokenizer's state beside its files, if the `tokenizers` package alone gives the same tokens and texts
-    from it.
+    with it.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, tokenizers.Tokenizer):
@@ -227,7 +228,7 @@ def _files_digest(directory: Path) -> str:
 
 
 def _is_same(saved: SavedTokenizer, tokenizer: Any) -> bool:
-    """True if both give the same tokens for texts, truncated or not, and the same texts for tokens."""
+    """True if both tokenizers give the same tokens for texts, truncated or not, and the same texts for tokens."""
 
     def answers(one: Tokenizer) -> list[Any]:
         found: list[Any] = [one.eos_token_id, one.get_vocab()]

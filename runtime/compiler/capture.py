@@ -1,9 +1,9 @@
-"""A module's operations as a graph, for sizes that stay open.
+"""A module's operations as a graph in which some sizes stay open.
 
-An open size, such as the number of tokens, is a large prime number while the module is called with tensors that have a
-form and no numbers: what is computed from the size is known by its factors. That nothing else depends on the size shows
-in a second trace, with small primes in their places, which must be the same. (`torch.export` traces with symbols, and
-asks sympy about each size of each tensor, which takes seconds.)
+An open size, such as the number of tokens, is a large prime number while the module is called. Its inputs have shapes
+and dtypes but no numbers. A number that was computed from an open size is recognised by its prime factors. A second
+trace, with small primes instead, must give the same graph: that shows that nothing else depends on the size.
+(`torch.export` traces with symbols, and asks sympy about each size of each tensor, which takes seconds.)
 """
 
 import inspect
@@ -46,22 +46,22 @@ _PRIMES = (
     *(100193, 100207, 100213, 100237, 100267, 100271, 100279, 100291, 100297, 100313),
 )
 _SMALL = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101)
-"""Sizes in their places in a second trace, which must be the same but for them."""
+"""Open sizes in the second trace, which must give the same graph apart from them."""
 
 Inputs = tuple[Tensor | list[Tensor], ...]
 Sizes = tuple[dict[int, str] | list[dict[int, str]], ...]
-"""Names of the open sizes of each input, by dimension. What has the same name is equal."""
+"""Names of the open sizes of each input, by dimension. Sizes with the same name are equal."""
 
 
 _CONSTANT = "constant_"
 
 
 class NoTokenProgram(Exception):
-    """A module is no token program: it has operations that programs lack, which the message names."""
+    """A module cannot become a token program: it has operations that programs lack, which the message names."""
 
 
 class CannotBeTraced(NoTokenProgram):
-    """Operations depend on numbers that a trace does not have."""
+    """The module cannot be traced: its operations depend on numbers that a trace does not have."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,15 @@ class StepForm:
     block_size: int
     kv_dtype: torch.dtype
     tied: "QuantizedLinear | None" = None
-    """The output layer if embeddings are to be looked up in its packed weight; None: they are stored by themselves."""
+    """The output layer, if embeddings are to be looked up in its packed weight; None if embeddings are stored by
+    themselves.
+    """
 
     def graph(self, stand_ins: list[int] | None = None) -> GraphModule:
         """The step's graph, for any number of rows, tokens, blocks, slots and logits.
 
-        `stand_ins` has a number for each layer with keys and values: with [0, 0, 1] the graph has two pools of K/V, and
-        the first two layers both use pool 0.
+        `stand_ins` has the number of a pool for each layer with keys and values: with [0, 0, 1] the graph has two pools
+        of K/V, and the first two layers both use pool 0.
         """
         self.step.stand_ins = stand_ins
         try:
@@ -99,7 +101,7 @@ class StepForm:
             few, num_layers = [stand_ins.index(i) for i in sorted(set(stand_ins))], len(stand_ins)
             pools = [[part[start + i] for start in range(0, len(part), num_layers) for i in few] for part in pools]
         of_tokens, of_tables = {0: "rows", 1: "tokens"}, {0: "rows", 1: "blocks of a row"}
-        of_pools = [[{0: "num_blocks"}] * len(part) for part in pools]  # of which all layers have as many
+        of_pools = [[{0: "num_blocks"}] * len(part) for part in pools]  # all layers have the same number of blocks
         sizes: list[Any] = [of_tokens, of_tokens, of_tokens, of_tables, {0: "logits"}, *of_pools]
         if states := self.shapes.states:  # slots of one kind of layer are of one length
             kinds = [(one, f"length_{one.num_before}", f"numbers_{i}") for i, one in enumerate(states)]
@@ -117,7 +119,7 @@ def example_pool(shapes: Shapes, num_tokens: int, block_size: int, dtype: torch.
 
 
 def example_states(shapes: Shapes, rows: Seq[Row], dtype: torch.dtype) -> tuple[()] | tuple[Tensor, list[Tensor]]:
-    """Further inputs of a step whose layers have recurrent states: a few slots, and which slot each row uses."""
+    """Further inputs of a step whose layers have recurrent states: a few slots, and the slot of each row."""
     return state_inputs(rows, state_pools(shapes.states, 3, 4, dtype, torch.device("cpu")))
 
 
@@ -134,7 +136,7 @@ def example_rows(row_lengths: list[int], start: int, num_tokens: int, block_size
 
 
 def open_dims(value: Tensor) -> list[int]:
-    """Dimensions of a graph's tensor whose sizes the batch decides, such as the number of tokens."""
+    """Dimensions of a graph's tensor whose sizes the batch determines, such as the number of tokens."""
     return [dim for dim, size in enumerate(value.shape) if is_multiple(size)]
 
 
@@ -144,15 +146,17 @@ def is_multiple(size: int) -> bool:
 
 
 def split_open(sizes: list[int]) -> tuple[int, str]:
-    """A size as a factor and the open sizes that it multiplies: `3 * num_tokens`. The factor is 0 if the size is no
-    such product.
+    """A size as a factor and a product of open sizes: `3 * num_tokens`. The factor is 0 if the size is no such
+    product.
     """
     factor, numbers = _factors(math.prod(sizes))
     return factor, "*".join(f"s{number}" for number in numbers)
 
 
 def _factors(size: int) -> tuple[int, list[int]]:
-    """The part of a number that no prime divides, and the indices of the primes that do, with repetition."""
+    """The part of a number that is left after dividing by the primes, and the indices of these primes, with
+    repetition.
+    """
     numbers = []
     for number, prime in enumerate(_PRIMES):
         while size and size % prime == 0:
@@ -170,7 +174,9 @@ def _smaller(size: int) -> int:
 
 
 def with_open_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
-    """Tensors without numbers: the inputs' shapes and dtypes, with a prime for each open size."""
+    """Tensors without numbers that have the inputs' shapes and dtypes, with a prime number in place of
+    each open size.
+    """
     tensors, structure = pytree.tree_flatten(inputs)
     of_each: list[dict[int, str]] = pytree.tree_leaves(sizes, is_leaf=lambda one: isinstance(one, dict))
     names = list(dict.fromkeys(name for one in of_each for name in one.values()))
@@ -187,19 +193,22 @@ def with_open_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
 
 
 def by_trace(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule:
-    """The module's graph, called with inputs of which some sizes are open, or with those of a graph. Raises
-    CannotBeTraced."""
+    """The module's graph, for inputs some of whose sizes are open; the inputs may also be tensors of another graph.
+    Raises CannotBeTraced.
+    """
     given = inputs if sizes is None else with_open_sizes(inputs, sizes)
     with _WithoutNumbers():
         small = [torch.empty([*map(_smaller, one.shape)], dtype=one.dtype) for one in pytree.tree_leaves(given)]
     other = trace(module, pytree.tree_unflatten(small, pytree.tree_structure(given)))
-    graph = trace(module, given)  # the last one: of it is what the module may have kept
+    graph = trace(module, given)  # traced last: tensors that the module kept belong to it
     _check_same(graph, other)
     return graph
 
 
 def _check_same(graph: GraphModule, other: GraphModule) -> None:
-    """Raise CannotBeTraced if an operation depends on an open size in another way than as a multiple of it."""
+    """Raise CannotBeTraced if the two graphs differ: an operation then depends on an open size otherwise than by a
+    multiple of it.
+    """
     nodes, others = list(graph.graph.nodes), list(other.graph.nodes)
     numbers = {node: number for one in (nodes, others) for number, node in enumerate(one)}
 
@@ -241,7 +250,7 @@ def trace(module: nn.Module, inputs: Inputs) -> GraphModule:
 
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
-    """Restore the modules' attributes after the block: a trace may leave tensors without numbers in them, such as a
+    """Restore the modules' attributes after the block. A trace may leave tensors without numbers in them, such as a
     table of positions.
     """
     kept = [(one, dict(vars(one)), dict(one._buffers)) for one in module.modules()]
@@ -256,31 +265,33 @@ def _as_before(module: nn.Module) -> Iterator[None]:
 
 
 class _WithoutNumbers(FakeTensorMode):
-    """Run operations on shapes and dtypes alone."""
+    """A mode in which operations compute shapes and dtypes alone."""
 
     recorder: "_Recorder | None" = None
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output: Any = super().dispatch(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.detach.default and self.recorder is not None:
-            self.recorder.know_copy(output, args[0])  # by torch.zeros and the like, of what the operation gave
+            self.recorder.know_copy(output, args[0])  # torch.zeros and the like detach their result
         return output
 
 
 class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record operations before torch decomposes them; torch asks modes of this class alone at that point."""
+    """A mode that records operations before torch decomposes them. torch calls only this class of modes at
+    that point.
+    """
 
     def __init__(self, mode: _WithoutNumbers) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[no-untyped-call]
         self._mode_key, self.pre_dispatch, self.enter_stack = torch._C._TorchDispatchModeKey.PROXY, True, []
         self._graph, self._fake = Graph(), mode
         self._nodes: dict[int, Node] = {}
-        self._known: list[Tensor] = []  # or another tensor might have the number of one that is gone
+        self._known: list[Tensor] = []  # otherwise a new tensor might get a freed one's id
         self._weights: dict[Node, Tensor] = {}
         self.is_paused = False
 
     def take(self, name: str, value: Tensor | list[Tensor]) -> None:
-        """Make the tensor, or each tensor of a list, an input of the graph."""
+        """Make the tensor `value`, or each tensor of a list, an input of the graph."""
         if isinstance(value, Tensor):
             self._last_given = self._graph.placeholder(name)
             self._know(value, self._last_given)
@@ -340,7 +351,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.append(tensor)
 
     def _without_numbers(self, value: Any) -> Any:
-        """The weight as a tensor without numbers, once for each weight."""
+        """The weight as a tensor without numbers; each weight has one such tensor."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         return self._fake.from_tensor(value) if is_real else value
 
@@ -356,7 +367,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def unrecorded(tensor: Tensor) -> Iterator[None]:
-    """Record no operations in the block; `tensor` is a tensor of the trace."""
+    """Record no operations within the block; `tensor` is any tensor of the trace."""
     assert isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, _WithoutNumbers)
     recorder = tensor.fake_mode.recorder
     assert recorder is not None
@@ -368,7 +379,9 @@ def unrecorded(tensor: Tensor) -> Iterator[None]:
 
 
 def memory_of(node: Any) -> int | None:
-    """An id of the memory that a tensor views: tensors with equal ids share memory. None for several tensors."""
+    """An id of the memory that a node's tensor lies in: tensors that share memory have equal ids. None for a node with
+    several tensors.
+    """
     value = node.meta.get("val")
     return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
 

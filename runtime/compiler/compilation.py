@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from runtime.model.model import Step  # opening an engine must not import model code
 
 StepOutput = Tensor | tuple[Tensor, Tensor]
-"""(T, vocab) logits, and where a trained drafter is to read them (tokens, width) hidden states."""
+"""Logits [tokens, vocab], and hidden states [tokens, width] if a trained drafter reads them."""
 StepFunction = Callable[..., StepOutput]
 """Signature of `Step.forward`."""
 
@@ -56,12 +56,12 @@ class TokenStep:
 
 @dataclass(frozen=True)
 class Made:
-    """Outcome of `compile_aot`: whether the step was written, and whether it was cut into layers."""
+    """Result of `compile_aot`: whether the step was written, and whether it was cut into layers."""
 
     lacks: str | None = None
-    """Operations of the model that token programs lack; then nothing was written."""
+    """Operations of the model that token programs lack; if there are any, nothing was written."""
     why_whole: str | None = None
-    """Reason why the step is one program; None where it is cut into layers."""
+    """Reason why the step is a single program; None if it is cut into layers."""
 
 
 def compile_aot(
@@ -72,10 +72,11 @@ def compile_aot(
     known: Mapping[str, Tensor] | None = None,
     rank: int = 0,
 ) -> Made:
-    """Write the step's token programs as a package, and the weights that they are to be handed.
+    """Write the step's token programs as a package, and the weights that the programs need. Linear layers are computed
+    in `arithmetic`.
 
-    Weights that are among the `known` ones of another step are not written again. Where there are several ranks the
-    package is the first's; of the others weights are written for it. Linear layers are computed in `arithmetic`.
+    Weights that are among the `known` weights of another step are not written again. With several ranks the package of
+    the first rank serves all; for the other ranks only weights are written.
     """
     from runtime.compiler.capture import StepForm  # not to open an engine
     from runtime.compiler.cutting import cut_step
@@ -104,12 +105,12 @@ def token_step_of(module: nn.Module, inputs: "Inputs", sizes: "Sizes", arithmeti
 
 
 def _token_step(trace: Callable[[], "CutStep"]) -> TokenStep | str:
-    """Token programs of a traced step, or the operations that programs lack."""
+    """Token programs of a traced step, or the names of the operations that programs lack."""
     from runtime.compiler.capture import NoTokenProgram  # not to open an engine
     from runtime.compiler.token_program import lower
 
     with _without_stack_traces(), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # those of a trace concern torch's developers
+        warnings.simplefilter("ignore")  # warnings of a trace concern torch's developers
         try:
             cut = trace()
             programs = [lower(program) for program in cut.programs]
@@ -164,7 +165,7 @@ def _read_extra(package: Path, extra: str) -> Any:
 
 
 def open_aot(package: Path, weights: dict[str, Tensor]) -> StepFunction:
-    """The packaged step. The kernels must be loaded; Python's other threads do not wait for it."""
+    """The opened step of a package. The kernels must be loaded. While it runs, Python's other threads go on."""
     own: dict[int, dict[str, Tensor]] = {}
     twins = {name: weights[other] for name, other in _read_extra(package, _TWINS).items()}
     for name, weight in (weights | twins).items():
@@ -183,7 +184,7 @@ def open_aot(package: Path, weights: dict[str, Tensor]) -> StepFunction:
 
 
 def add_program(step: Any, code: bytes, weights: Mapping[str, Tensor], places: list[list[int]]) -> None:
-    """Add the call of a program to a step, with the places of its inputs and outputs."""
+    """Add a program's call to a step, with the numbers of the tensors that it reads and writes."""
     program = json.loads(code)
     step.add_tokenwise(program["code"], program["numbers"], [weights[name] for name in program["weights"]], *places)
 
@@ -191,7 +192,7 @@ def add_program(step: Any, code: bytes, weights: Mapping[str, Tensor], places: l
 @contextmanager
 def _without_stack_traces() -> Iterator[None]:
     """Record no stack traces for a graph's nodes within the block, which saves time."""
-    import torch.fx.config as config  # of which torch imports no name
+    import torch.fx.config as config  # torch itself imports no name from it
 
     before = config.do_not_emit_stack_traces
     config.do_not_emit_stack_traces = True

@@ -1,11 +1,11 @@
-"""A step cut into token programs: its beginning, a layer of each kind, and its end.
+"""A step cut into token programs: its beginning, a program for each kind of layer, and its end.
 
-While the step is traced its layers are calls of an operation that computes nothing, all but the last one, which
-belongs to the end: of it only the tokens are computed whose logits are wanted. A layer of each kind is traced by
-itself. Layers are of one kind if they are made of the same modules, with the same settings and the same shapes, and
-are called in the same way; the first and the last of a kind must give the same graph.
+While the step is traced, its layers are calls of an operation that computes nothing. The last layer is traced as a part
+of the end: there only the tokens are computed whose logits are wanted. A layer of each kind is traced by itself. Layers
+are of one kind if they have the same modules, settings and shapes, and are called in the same way; the first and the
+last layer of a kind must give the same graph.
 
-Weights are packed here, by the operations of the graph that look at nothing else, once for each layer.
+Weights are packed here, once for each layer, by the operations of the graph that depend on constants alone.
 """
 
 from collections import UserDict
@@ -48,19 +48,19 @@ class CannotBeCut(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A program's turn in a step. Tensors are known by their place: the step's inputs come first."""
+    """A call of a program in a step. Tensors have numbers, and the step's inputs come first."""
 
     program: int
     inputs: list[int]
     outputs: list[int]
     layout: Layout
-    """Forms of the program's constants, by their names there."""
+    """Shapes and dtypes of the program's constants, by their names in the program."""
     recipe: "Recipe"
-    """The making of these."""
+    """Operations that compute the constants."""
     get: Callable[[str], Tensor]
-    """Finds the tensors of the model that they are made of."""
+    """Function that finds the model's tensor for an attribute's name."""
     layer: int | None = None
-    """The layer that it computes, if it is one that others are like."""
+    """Number of the layer that the call computes, if the program is shared by similar layers."""
 
     @property
     def sources(self) -> list[Tensor]:
@@ -73,7 +73,7 @@ class Call:
         return self.recipe.weights(self.get)
 
     def without(self, names: Collection[str]) -> "Call":
-        """The call without these constants, which another call has."""
+        """The call without the constants of these names, which another call stores."""
         layout = {name: form for name, form in self.layout.items() if name not in names}
         made = {name: number for name, number in self.recipe.made.items() if name not in names}
         return replace(self, layout=layout, recipe=replace(self.recipe, made=made))
@@ -89,20 +89,22 @@ def _made_in(arguments: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Weights by their names, and the operations on attributes that make them, in order."""
+    """Constants of a program: the operations on the model's attributes that make them, in order, and the number of the
+    operation that makes each constant.
+    """
 
     operations: list[tuple[Any, Any, Any]]
-    """Each with its arguments and named ones; of an attribute None, and its name."""
+    """Each operation with its positional and named arguments; for an attribute, None and the attribute's name."""
     made: dict[str, int]
 
     @property
     def names(self) -> list[str]:
-        """Names of the attributes that the weights are made from."""
+        """Names of the attributes from which the constants are made."""
         return [self.operations[i][1] for i in self._needed if self.operations[i][0] is None]
 
     @property
     def _needed(self) -> list[int]:
-        """Numbers of the operations that the weights need, in order."""
+        """Numbers of the operations that the constants need, in order."""
         needed, waiting = set[int](), list(self.made.values())
         while waiting:
             number = waiting.pop()
@@ -112,7 +114,7 @@ class Recipe:
         return sorted(needed)
 
     def origin(self, name: str, get: Callable[[str], Tensor]) -> tuple[int, ...] | None:
-        """Identities of the tensors that a packed weight is packed from; None for other weights."""
+        """Identities of the tensors from which a packed weight is packed; None for other weights."""
         operation, args, _ = self.operations[self.made[name]]
         of = [self.operations[one] for one in args if isinstance(one, Made)]
         if operation is not torch.ops.specdec.pack_quantized.default or any(one is not None for one, *_ in of):
@@ -120,9 +122,9 @@ class Recipe:
         return tuple(id(get(attribute)) for _, attribute, _ in of)
 
     def weights(self, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The weights that come of the attributes that `get` finds, which must be present, one after the other.
+        """The constants, one after the other, computed from the attributes that `get` finds, which must be in memory.
 
-        What was made for others is let go of when it is not needed any more.
+        The result of an operation is freed as soon as no later operation needs it.
         """
         names: dict[int, list[str]] = {}
         for name, i in self.made.items():
@@ -147,7 +149,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class CutStep:
-    """Programs, and the calls that are a step; the last one gives the logits, and hidden states if asked for.
+    """The programs of a step, and the calls of them that compute the step. The last call returns logits, and hidden
+    states if they are asked for.
 
     Weights of programs have no values.
     """
@@ -155,9 +158,11 @@ class CutStep:
     programs: list[GraphModule]
     calls: list[Call]
     why_whole: str | None = None
-    """The reason why it is one program, if it is."""
+    """The reason why the step is a single program; None if it is cut into layers."""
     twins: dict[str, str] = field(default_factory=dict)
-    """Names of packed weights that an earlier call has too and that are not stored again, and the names there."""
+    """Packed weights that an earlier call has too and that are not stored again: name of the weight, and name of the
+    earlier call's.
+    """
 
     @property
     def layout(self) -> Layout:
@@ -165,9 +170,10 @@ class CutStep:
         return {_of_call(i, name): form for i, call in enumerate(self.calls) for name, form in call.layout.items()}
 
     def weights(self) -> Iterator[dict[str, Tensor]]:
-        """One weight after the other, there until the next is asked for.
+        """The weights, one after the other; each is in memory only until the next is asked for.
 
-        Those of the largest calls first: what is made of, its weights and what was made before are in memory together.
+        The largest call comes first: while a call's weights are made, the tensors that they are made from and the
+        operations' results are in memory too.
         """
         for i, call in sorted(enumerate(self.calls), key=lambda one: -num_bytes_of(one[1].layout)):
             with present(*call.sources):
@@ -225,9 +231,10 @@ def _cut(form: StepForm, arithmetic: int) -> CutStep:
 def _with_layers_as_calls(
     layers: nn.ModuleList, form: StepForm, arithmetic: int
 ) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
-    """The step's graph with these layers as calls, and what they are called with.
+    """The step's graph with these layers as calls, and the arguments of these calls.
 
-    To capture a pool for each layer takes long where there are many: one stands for those of a shape.
+    Tracing an input for the pool of each layer takes long if there are many layers, so layers of the same shape share
+    an input at first.
     """
 
     def captured(stand_ins: list[int] | None = None) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
@@ -278,23 +285,29 @@ def whole_step(step: GraphModule, arithmetic: int) -> CutStep:
 
 @dataclass(frozen=True)
 class _LayerCall:
-    """A model's call of a layer: the structure of the arguments behind the first, and those that are no tensors."""
+    """A call of a layer in the model: the structure of the arguments after the first, and those arguments that are not
+    tensors.
+    """
 
     layer: int
     structure: pytree.TreeSpec
     arguments: list[Any]  # None in the place of tensors
     is_tensor: list[bool]
     num_of_state: int
-    """Tensors of the layer's state."""
+    """Number of tensors of the layer's state."""
     num_of_kv: int
-    """Block tables, and a pool of keys, one of values, and in 8 bits one of scales; 0 where there are none."""
+    """Number of tensors of the layer's keys and values: block tables, a pool of keys, a pool of values, and with 8 bits
+    a pool of scales; 0 for a layer without keys and values.
+    """
 
     @property
     def kind(self) -> str:
         return f"{self.structure} {[self._described(value) for value in self.arguments]} {self.is_tensor}"
 
     def _described(self, value: Any) -> Any:
-        """Description of an argument; layers that are told which one they are may be alike."""
+        """Description of an argument. A layer's own number is described as `layer`, since layers that are handed their
+        numbers may still be of one kind.
+        """
         if isinstance(value, PagedInputs):
             return PagedInputs
         return "layer" if type(value) is int and value == self.layer else value
@@ -316,10 +329,10 @@ def layers_of(model: nn.Module, shapes: Shapes) -> nn.ModuleList:
 
 @contextmanager
 def _layers_as_calls(layers: Iterable[nn.Module], calls: dict[int, _LayerCall]) -> Iterator[None]:
-    """Have layers compute nothing in the block, and put how they are called into `calls`.
+    """Have layers compute nothing within the block, and record their calls in `calls`.
 
-    They have no tensors there, but for the first layer of each class, which shows what a layer returns: a trace with
-    thousands of tensors that it does not read takes long.
+    The layers' tensors are taken out meanwhile, since a trace with thousands of unused tensors takes long. Only the
+    first layer of each class keeps its tensors: it is called to see what such a layer returns.
     """
     layers = list(layers)
     shown: dict[type[nn.Module], nn.Module] = {}
@@ -341,8 +354,8 @@ def _layers_as_calls(layers: Iterable[nn.Module], calls: dict[int, _LayerCall]) 
 
 
 def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> Callable[..., Tensor]:
-    """A forward for layer `i` that records its call in `calls` and computes nothing. `shown`: the layer, whose own
-    forward is called too, to check what it returns; None: it is not called.
+    """A forward for layer `i` that records its call in `calls` and computes nothing. `shown` is the layer, if its own
+    forward is to be called too, to check what it returns; otherwise None.
     """
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -367,7 +380,7 @@ def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> 
 
 
 class _Unread(dict[Any, Any]):
-    """The contents of a mapping by which layers may hand tensors to those behind them, and which none may look into."""
+    """Content of a mapping by which layers may hand tensors to later layers. Reading it raises CannotBeCut."""
 
     def __contains__(self, key: object) -> bool:
         raise CannotBeCut("its layers share what they make")
@@ -387,7 +400,9 @@ def _keep_unread(value: Any) -> None:
 
 
 def _check_output(hidden: Tensor, output: Any) -> None:
-    """Raise CannotBeCut unless a layer returns what the operation `specdec_cut::layer` returns."""
+    """Raise CannotBeCut unless a layer returns a single tensor, of the dtype of its input, as the operation
+    `specdec_cut::layer` does.
+    """
     if not isinstance(output, Tensor):
         raise CannotBeCut("its layers return more than hidden states")
     if output.dtype != hidden.dtype:
@@ -436,7 +451,7 @@ class _Layer(nn.Module):
 
 
 def _traced_layer(layer: nn.Module, node: Node, call: _LayerCall, arithmetic: int) -> GraphModule:
-    """The layer's graph, for any sizes that the step leaves open where it is called."""
+    """The layer's graph, with the same open sizes as the layer's call in the step."""
     program = by_trace(_Layer(layer, call), tuple(source.meta["val"] for source in _inputs(node)))
     if any(one.op == "get_attr" for changing in program.graph.nodes for one in _written(changing)):
         raise CannotBeCut("its layers remember")
@@ -445,7 +460,7 @@ def _traced_layer(layer: nn.Module, node: Node, call: _LayerCall, arithmetic: in
 
 
 def _without_unread(program: GraphModule) -> list[bool]:
-    """Take out inputs that nothing reads, such as positions of images; returns which ones are left."""
+    """Take out inputs that nothing reads, such as positions of images; returns for each input whether it is left."""
     inputs = program.graph.find_nodes(op="placeholder")
     are_read = [bool(node.users) for node in inputs]
     for node, is_read in zip(inputs, are_read, strict=True):
@@ -458,7 +473,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 def _structure(layer: nn.Module) -> str:
-    """Description of the layer, its weights' values and its number aside. What is no plain value is only itself."""
+    """Description of a layer by its modules, settings and shapes, without its weights' values and its own number. A
+    setting that is no plain value, such as an object, is equal only to itself.
+    """
     parts = []
     for name, module in layer.named_modules():
         settings = {
@@ -493,16 +510,15 @@ _NUM_BEFORE_POOLS = 5  # a step's inputs that are its batch
 
 
 def _stand_ins(shapes: Shapes) -> list[int]:
-    """Number of the pool that stands for each layer's own: the last layer's for nothing else, as it is no call."""
+    """The tensors among the arguments of a layer's call."""
     kinds = [repr(replace(one, layer=0)) for one in shapes.layers[:-1]]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     return [*(numbers[kind] for kind in kinds), *[len(numbers)][: len(shapes.layers)]]
 
 
 def _have_own_pools(graph: Graph, calls: dict[int, _LayerCall], stand_ins: list[int]) -> bool:
-    """Give each layer's call pools of its own in the place of those that stand for them, as inputs of the step.
-
-    False if one of these is read by something else, which does not say whose it is; then nothing is changed.
+    """Number, for each layer with K/V, of the pool that stands for the layer's own. Layers of one shape share a pool;
+    the last layer, which is no call, shares with none.
     """
     with_kv = [i for i in sorted(calls) if calls[i].num_of_kv]
     num_parts, num_few = max(0, *(one.num_of_kv - 1 for one in calls.values())), len(set(stand_ins))
@@ -539,7 +555,11 @@ def _placeholder_like(graph: Graph, node: Node) -> Node:
 
 @dataclass(frozen=True)
 class _Folded:
-    """A graph whose constants are weights with names, here without values, and how these are made."""
+    """Give each layer's call pools of its own, as inputs of the step, in place of shared pools.
+
+    Returns False, and changes nothing, if something other than a layer reads a shared pool: then the owner of that pool
+    is not known.
+    """
 
     graph: GraphModule
     recipe: Recipe
@@ -550,7 +570,7 @@ class _Folded:
 
 
 def _fold(module: GraphModule) -> _Folded:
-    """The graph without what is computed of its constants alone: that is done once, and is a weight."""
+    """A graph whose constants are named weights without values, and the recipe by which they are made."""
     constants = _constants(list(module.graph.nodes))
     used = [node for node in constants if any(user not in constants for user in node.users)]
     made_by = {f"weight_{i}": node for i, node in enumerate(used)}
@@ -582,7 +602,9 @@ def _recipe(nodes: list[Node], made_by: dict[str, Node]) -> Recipe:
 
 
 def _constants(nodes: list[Node]) -> dict[Node, None]:
-    """Nodes that depend on attributes and numbers alone and that nothing writes into, in order."""
+    """The graph without operations that depend on constants alone: their results are computed once, and become
+    weights.
+    """
     found: dict[Node, None] = {}
     changed = {memory_of(one) for node in nodes for one in _written(node)} - {None}
     for node in nodes:
@@ -616,8 +638,8 @@ IN_LAYER = "layer."
 
 
 def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]:
-    """Map the weights that one layer's program reads to another layer's weights of the same names; constants that
-    tracing made stay the program's own.
+    """Function from the name of a weight in one layer's program to the weight of this name in `layer`, a layer of the
+    same kind. Constants that tracing made are the program's own.
     """
 
     def get(name: str) -> Tensor:
@@ -634,7 +656,7 @@ def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class _Turn:
-    """A call whose inputs and outputs are nodes of the graph, before they get places."""
+    """A program's call whose inputs and outputs are nodes of the graph, before they get numbers."""
 
     program: int
     folded: _Folded
@@ -659,7 +681,9 @@ class _Programs:
 
 
 def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn]) -> CutStep:
-    """The calls of a step in which layers are calls: what is before, between and behind them are programs too."""
+    """The calls of a step in which layers are calls. The operations before, between and behind the layers become
+    programs too.
+    """
     nodes = _ordered_by_use(module.graph)
     times: dict[Node, int] = {}  # how many layers come before
     for node in nodes:
@@ -688,11 +712,11 @@ def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn
 
 
 def _ordered_by_use(graph: Graph) -> list[Node]:
-    """The graph's nodes, each before the first that reads it: an order that what is computed decides alone.
+    """The graph's nodes, each before the first node that reads it: an order that depends on the computation alone.
 
-    A trace has the order in which the model's code ran, and that may be by chance: some classes of transformers make a
-    table of angles for each of `set(config.layer_types)`, whose order is another in each process. The weights are
-    stored in the order of the graph, and engines share their files if the bytes are equal.
+    A trace has the order in which the model's code ran, which may be random: some classes of transformers make a table
+    of angles for each of `set(config.layer_types)`, whose order differs from process to process. Weights are stored in
+    the order of the graph, and engines share files whose bytes are equal.
 
     Nodes that read or write memory that some node writes keep their order. Nodes that nothing reads are left out.
     """
@@ -712,8 +736,8 @@ def _ordered_by_use(graph: Graph) -> list[Node]:
 
 
 def _asked(nodes: list[Node], times: dict[Node, int], layers: dict[Node, _Turn]) -> set[Node]:
-    """Tensors that cross a layer's border: inputs of layers, and tensors from before a layer that something behind it
-    reads.
+    """Tensors that are handed from one program to another: inputs of layers, and tensors from before a layer that
+    something behind it reads.
     """
     constants = _constants(nodes)
     asked = {source for turn in layers.values() for source in turn.read}
@@ -726,9 +750,9 @@ def _asked(nodes: list[Node], times: dict[Node, int], layers: dict[Node, _Turn])
 def _piece(
     module: GraphModule, ordered: list[Node], outputs: list[Node], writing: list[Node], given: set[Node]
 ) -> tuple[GraphModule, list[Node]]:
-    """Cut out what computes the outputs of what is given; returns which of these it reads, too.
-
-    Operations that write into tensors belong to it, though nobody may read what they return.
+    """The part of the graph that computes `outputs` from the nodes in `given`, as a module; also returns the nodes of
+    `given` that it reads. It includes the operations in `writing`, which write into tensors, even if nothing reads
+    their results.
     """
     needed: set[Node] = set()
     waiting = outputs + writing
@@ -751,7 +775,7 @@ def _piece(
 
 
 def _with_places(inputs: list[Node], turns: list[_Turn]) -> list[Call]:
-    """The calls with a place for each tensor. A place is used again once nothing reads its tensor any more."""
+    """The calls with a number for each tensor. A number is used again once nothing reads its tensor any more."""
     read_last = {node: turn for turn, one in enumerate(turns) for node in one.read}
     places = {node: place for place, node in enumerate(inputs)}
     new, free, calls = count(len(inputs)), list[int](), list[Call]()

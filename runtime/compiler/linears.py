@@ -1,8 +1,6 @@
-"""A captured step whose linear layers are computed by the CPU kernel of `runtime.kernels.ops`, in one arithmetic
-with attention.
-
-Layers that read one input, as query, key and value do, become one. Weights are packed by an operation of the graph,
-which is carried out once, because its input is constant: the package holds packed weights only.
+"""A captured step whose linear layers are computed by the CPU kernel of `runtime.kernels.ops`, in the same arithmetic
+as attention. Layers that read the same input, as query, key and value do, are joined into one. Weights are packed by an
+operation of the graph, which is carried out once, because its input is constant: the package holds packed weights only.
 """
 
 from operator import getitem
@@ -20,9 +18,8 @@ _ATEN = torch.ops.aten
 
 
 def use_kernels(module: GraphModule, arithmetic: int) -> None:
-    """Replace linear layers of a graph by the kernel, in place, where it has their dtype and an even number of inputs.
-
-    `arithmetic` says how the kernels multiply, in linear layers and in attention.
+    """Replace linear layers of a graph by the kernel, in place, if it supports their dtype and their number of inputs
+    is even. `arithmetic` says how the kernels multiply, in linear layers and in attention.
     """
     graph = module.graph
     _say_as_linear(graph, _constants(module))
@@ -44,8 +41,8 @@ def use_kernels(module: GraphModule, arithmetic: int) -> None:
 
 
 def look_up_in_output(module: GraphModule, table: Tensor, output: QuantizedLinear) -> None:
-    """Read the embeddings' rows from the packed weight of `output`, in place of `table` [vocab, hidden], whose numbers
-    it has.
+    """Read embeddings from the packed weight of `output` instead of from `table` [vocab, hidden]; both have the same
+    numbers.
     """
     graph, get = module.graph, attribute_of(module)
     attributes = {id(get(str(node.target))): node for node in reversed(graph.find_nodes(op="get_attr"))}

@@ -1,8 +1,8 @@
 """The copy by which a model drafts for itself: the same model with the weights of its linear layers in fewer bits.
 
-It is compiled as a step of its own, in a directory of its own within the engine's. What it does not quantize is the
-target's own memory: embeddings, norms, the K/V pools, and unless it drafts fewer ids, or by fewer bits, the layer that
-computes logits.
+It is compiled as a step of its own, in a directory of its own within the engine's. Everything else is the target's own
+memory: embeddings, norms and K/V pools. The output layer is the target's too, unless the copy drafts fewer ids or uses
+fewer bits.
 """
 
 import copy
@@ -27,16 +27,16 @@ from runtime.model.weights import present, read_weights, save_weights
 from runtime.util.errors import SpecDecError
 
 DRAFT_ACTIVATIONS: Activations = "int8"
-"""Activations of layers that draft: drafts are verified, so the fastest format is best."""
+"""Activations of layers that draft. Drafts are verified, so the fastest format is best."""
 
 
 def quantize_layers(
     model: PreTrainedModel, pretrained: PreTrainedConfig, build: BuildConfig, ids: Tensor | None = None
 ) -> dict[str, QuantizedWeight]:
-    """The weights of the copy's linear layers, quantized as a conversion does; what computes logits as `draft_output`
-    says, its rows of (n,) `ids` alone where these are given. Empty without a copy.
+    """The weights of the copy's linear layers, quantized as a conversion does. The output layer is quantized as
+    `draft_output` says, and has only the rows of `ids` [n] if ids are given. Empty if there is no copy.
 
-    Layers that are in as few bits already stay as they are. SpecDecError if that leaves none.
+    Layers that have as few bits already stay as they are. SpecDecError if no other layers are left.
     """
     if (self_draft := build.self_draft) is None:
         return {}
@@ -63,7 +63,9 @@ def quantize_layers(
 
 
 def quantized(name: str, weight: Tensor, self_draft: SelfDraft) -> QuantizedWeight:
-    """The (outputs, inputs) weight of a layer that drafts; SpecDecError, naming it, where it does not fit."""
+    """The weight [outputs, inputs] of a layer that drafts, quantized; SpecDecError, naming the layer, if groups do not
+    divide its inputs.
+    """
     group_size = group_size_for(name, weight.shape[1], self_draft.group_size)
     if self_draft.qformat == "int4" and weight.shape[1] % 2:
         raise SpecDecError(
@@ -84,7 +86,9 @@ def _weight(layer: nn.Module) -> Tensor:
 
 
 def output_weight(model: PreTrainedModel) -> Tensor:
-    """Weight [vocab, hidden] of the output layer, in the model's dtype. SpecDecError if that is no linear layer."""
+    """Weight [vocab, hidden] of the output layer, in the model's dtype. SpecDecError if the output layer is not
+    linear.
+    """
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(output, nn.Linear | QuantizedLinear):
         raise SpecDecError(
@@ -96,9 +100,8 @@ def output_weight(model: PreTrainedModel) -> Tensor:
 
 
 def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight], ids: Tensor | None = None) -> PreTrainedModel:
-    """The model with these layers in the place of its own, and all else in the model's own memory.
-
-    With (n,) `ids` it computes logits of these alone. SpecDecError where it has no linear layer for logits.
+    """The model with these layers in place of its own; everything else is in the model's own memory. With `ids` [n] it
+    computes only these ids' logits. SpecDecError if its output layer is not linear.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, shared)
@@ -133,7 +136,7 @@ def rows_of(layer: nn.Linear | QuantizedLinear, rows: Tensor) -> nn.Module:
 
 
 def write_layers(copied: PreTrainedModel, directory: Path) -> None:
-    """Write the quantized layers of the copy, and those of the target if it has any."""
+    """Write the quantized layers of the copy, and the target's quantized layers if it has any."""
     layers = {name: one.quantized for name, one in copied.named_modules() if isinstance(one, QuantizedModule)}
     tensors = {f"{name}.{part}": tensor for name, one in layers.items() for part, tensor in one.tensors().items()}
     save_weights(directory / WEIGHTS, tensors)

@@ -1,8 +1,8 @@
 """A captured step that computes only the tokens whose logits are wanted, from its last attention on.
 
-A model picks them before its output layer. For a prompt that is one token, and the last layer's feed-forward network
-has computed all others in vain. Token-wise operations give the same result for a picked token when the
-picking is done before them. (llama.cpp does so in its graphs of each family; here it is done to whatever was captured.)
+A model picks these tokens before its output layer. For a prompt that is a single token, so the last layer's
+feed-forward network has computed all others in vain. Token-wise operations give the same result for a picked token when
+the picking is done before them. (llama.cpp does so in the graph of each family; here any captured graph is changed.)
 """
 
 from operator import getitem
@@ -22,7 +22,9 @@ _SUMS = ("specdec.all_reduce.default",)  # by name: the operation is there where
 
 
 def select_early(module: GraphModule, indices: str) -> None:
-    """Move `hidden[:, indices]` of (1, S, C), in place, up to where tokens last looked at each other."""
+    """Move the picking of tokens, `hidden[:, indices]` of [1, tokens, hidden], in place, up to the last operation in
+    which tokens look at each other.
+    """
     graph = module.graph
     picks = [
         n for n in graph.nodes if n.target is _ATEN.index.Tensor and [str(i) for i in n.args[1]] == ["None", indices]
@@ -32,13 +34,13 @@ def select_early(module: GraphModule, indices: str) -> None:
     (pick,) = picks
     num_tokens = pick.args[0].meta["val"].shape[1]
     changed = _changed(graph)
-    late = {pick}  # what is computed of picked tokens
+    late = {pick}  # nodes computed from picked tokens
     for node in reversed(list(graph.nodes)):
         users = {user for user in node.users if user.target is not _ATEN._assert_tensor_metadata.default}
         reads_changed = not changed.isdisjoint(node.all_input_nodes)  # picked early, it would lack what comes later
         if users and users <= late and not reads_changed and _is_token_wise(node, num_tokens):
             late.add(node)
-    # A part of what was divided for others too is picked itself.
+    # If a split has other readers too, only this part of it is picked.
     late -= {node for node in late if node.target is getitem and node.args[0] not in late}
     picked: dict[Node, Node] = {}
     for node in [n for n in graph.nodes if n in late and n is not pick]:
@@ -58,7 +60,7 @@ def select_early(module: GraphModule, indices: str) -> None:
 
 
 def _changed(graph: Graph) -> set[Node]:
-    """Tensors that an operation changes in place, and the tensors that these are views of."""
+    """Tensors that an operation changes in place, and tensors that share memory with these."""
     changed: set[Node] = set()
     for node in reversed(graph.nodes):
         schema = getattr(node.target, "_schema", None)

@@ -1,8 +1,9 @@
-"""Token programs, for which nothing is compiled: kernels, and between them operations on a token's vectors.
+"""Token programs: a step's computation without compilation, as kernels and, between them, operations on a token's
+vectors.
 
-All operations between two kernels are one block, which is carried out for each token by itself
-(`csrc/token_program.h`), in memory that stays in the cache. All numbers are float32 there, and are rounded where the
-graph's tensor is of 16 bits.
+All operations between two kernels are a block, which is carried out token by token (`csrc/token_program.h`), in memory
+that stays in the processor's cache. All numbers are float32 there, and are rounded where the graph's tensor has 16
+bits.
 """
 
 import itertools
@@ -47,7 +48,7 @@ KERNELS = (
     *("linear_attention", "gather_columns", "own_columns", "own_embeddings", "selective_scan"),
     "quantized_rows",
 )
-"""Names of a program's stages, by their numbers in the code."""
+"""Names of a program's stages; the index is the stage's number in the code."""
 _MOST_ADDED = 16
 _ATEN = torch.ops.aten
 
@@ -62,9 +63,8 @@ class TokenProgram:
 
 
 def lower(graph: GraphModule, *, groups: bool = True) -> TokenProgram:
-    """The program that computes what the graph does. Raises CannotBeLowered, naming all operations that programs lack.
-
-    Without `groups` each operation is carried out by itself, with the same bits.
+    """The program that computes the graph. Raises CannotBeLowered, naming all operations that programs lack. Without
+    `groups` each operation is carried out by itself, with the same bits.
     """
     if lacking := dict.fromkeys(_lacking_name(node) for node in graph.graph.nodes if _is_lacking(node)):
         raise CannotBeLowered(", ".join(lacking))
@@ -110,8 +110,8 @@ class _Lowering:
         self.numbers: dict[float, int] = {}
         self.blocks: dict[tuple[int, str], _Block] = {}
         self.kernels: dict[int, list[_Kernel]] = {}
-        self.homes: dict[Source, _Block] = {}  # of what operations make
-        self.unfilled: dict[Source, list[tuple[View, View]]] = {}  # and what is written into which part of them
+        self.homes: dict[Source, _Block] = {}  # blocks of the operations' results
+        self.unfilled: dict[Source, list[tuple[View, View]]] = {}  # with the views written into their parts
         self.inputs: set[Source] = set()
         self.shown: dict[Source | None, dict[Node, None]] = {}  # nodes that are views of a source
         self.spaces: list[str] = []
@@ -181,7 +181,7 @@ class _Lowering:
         return value
 
     def _place(self, node: Any) -> View:
-        """The same of what may be a part of a tensor that nothing is in yet."""
+        """The view of a node's tensor, which may be part of a tensor that has not been filled yet."""
         value = self.values.get(node)
         return value if isinstance(value, View) and value.source in self.unfilled else self._view(node)
 
@@ -199,14 +199,14 @@ class _Lowering:
         self._rebind(source, filled)
 
     def _rebind(self, source: Source, changed: Source) -> None:
-        """Have all views of a source that is overwritten be of what it becomes."""
+        """Replace `source` by `changed` in all views of it, after it was overwritten."""
         for node, value in self.values.items():
             if isinstance(value, View) and value.source is source:
                 self.values[node] = moved(value, changed)
                 self.shown.setdefault(changed, {})[node] = None
 
     def _input_number(self, node: Any) -> int:
-        """Number of a step's input that a kernel reads directly."""
+        """Number of the step's input that `node` is. Raises CannotBeLowered for a node that is no input."""
         if isinstance(node, Node) and node.op == "placeholder":
             inputs = [one for one in self.graph.graph.nodes if one.op == "placeholder"]
             return inputs.index(node)
@@ -219,12 +219,14 @@ class _Lowering:
         return self.blocks.setdefault((time, space), _Block(space))
 
     def _know(self, space: str) -> None:
-        """Blocks of one time come in the order of their spaces: tokens before those that are picked of them."""
+        """Remember a space (a number of rows). Blocks of the same time are ordered by their spaces: tokens before the
+        tokens that are picked from them.
+        """
         if space not in self.spaces:
             self.spaces.append(space)
 
     def _in_block(self, view: View, block: _Block) -> View:
-        """The view, of numbers in the block's own memory; they are loaded if they are only in an array."""
+        """The view moved to the block's own memory. Numbers that are only in an array are loaded."""
         source = view.source
         if source is None or self.homes.get(source) is block:
             return view
@@ -238,7 +240,7 @@ class _Lowering:
         return moved(view, block.loaded[source])
 
     def _array(self, source: Source, shape: Shape | None = None) -> int:
-        """Number of the array that holds the source's numbers, which is written if it is not there yet."""
+        """Number of the array that holds the source's numbers; the array is written if there is none yet."""
         if source.array is None:
             source.dtype = _in_arrays(source.dtype)
             home = self.homes[source]
@@ -254,7 +256,7 @@ class _Lowering:
     def _compute(
         self, name: str, operands: Seq[View], dtype: torch.dtype, shape: Shape, *, into: View | None = None
     ) -> View:
-        """Add an operation on elements; `into` is a part of what is there already."""
+        """Add an operation on elements, which makes a new tensor or writes `into` a part of an existing one."""
         space = self._common_space(operands if into is None else [*operands, into])
         time = max(one.time for one in operands) if into is None else into.time
         block = self._block(time, space)
@@ -319,7 +321,9 @@ class _Lowering:
         return replace(view, dtype=dtype)
 
     def _made_for(self, node: Any, view: View) -> Call | None:
-        """The operation that makes all of the view, if only one reads it and it is nowhere else yet."""
+        """The operation that makes the whole view, if it has a single reader and its result is stored nowhere else yet;
+        None otherwise.
+        """
         showing = self.shown.get(view.source, {node: None})
         users = {user for one in showing for user in one.users if user not in showing}
         users = {user for user in users if user.target is not _ATEN._assert_tensor_metadata.default}
@@ -354,7 +358,9 @@ class _Lowering:
         return self._compute("log", [more], *_form(node))
 
     def _expm1(self, node: Node) -> View:
-        """2 tanh(x / 2) / (1 - tanh(x / 2)), where a difference from 1 would lose digits; above the difference."""
+        """exp(x) - 1. Up to 1 it is 2 tanh(x / 2) / (1 - tanh(x / 2)), since a difference from 1 would lose digits
+        there; above 1 it is the difference.
+        """
         view, float32 = self._view(node.args[0]), torch.float32
 
         def made(name: str, *operands: View) -> View:
@@ -387,7 +393,9 @@ class _Lowering:
         if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
             raise CannotBeLowered(f"{node} takes {dict(node.kwargs)}")
         views = [self._view(one) for one in node.args[:2]]
-        if name in ("add", "sub") and isinstance(node.args[1], float):  # torch rounds what it adds, and no factor
+        if name in ("add", "sub") and isinstance(
+            node.args[1], float
+        ):  # torch rounds a number that it adds, but no factor
             views[1] = self._number(torch.tensor(node.args[1], dtype=node.meta["val"].dtype).item(), views[0].dtype)
         return self._compute(name, views, *_form(node))
 
@@ -402,10 +410,10 @@ class _Lowering:
         return self._overwrite(node, self._clamp(node))
 
     def _overwrite(self, node: Node, made: View) -> View:
-        """Put `made` in the place of the operation's first input, also for other views of the same memory.
+        """Let `made` replace the operation's first input, also in other views of the same memory.
 
-        Each of them becomes a view of a new source: of `made` where the input is all of the old source, else of a copy
-        of the old source in which the input's part is `made`.
+        If the input is all of its source, these become views of `made`'s source. Otherwise they become views of a copy
+        of the old source, in which the input's part is overwritten by `made`.
         """
         place, memory = self._view(node.args[0]), memory_of(node.args[0])
         old = place.source
@@ -424,7 +432,7 @@ class _Lowering:
         return moved(place, new)
 
     def _copy(self, view: View, time: int) -> View:
-        """A copy of the view in the given block."""
+        """A copy of the view, made at this time (number of kernels before it)."""
         block = self._block(time, self._common_space([view]))
         out = self._new(block, time, view.dtype, view.shape)
         block.calls.append(Call("copy", view.dtype, out, [self._in_block(view, block)], view.shape))
@@ -452,7 +460,7 @@ class _Lowering:
         return out
 
     def _opened(self, read: Seq[View], dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[_Block, View]:
-        """The block in which operations on these views stand, and a new array in it for what they make."""
+        """The block for operations on these views, and a new tensor in it for their result."""
         time = max(view.time for view in read)
         block = self._block(time, self._common_space(read))
         return block, self._new(block, time, dtype, shape)
@@ -492,7 +500,7 @@ class _Lowering:
         return part
 
     def _scattered(self, node: Node) -> View:
-        """A copy of the input with `value` written at the given places."""
+        """A copy of the input with `value` written at the given indices."""
         view, places, value = self._view(node.args[0]), self._view(node.args[2]), self._view(node.args[3])
         dtype, shape = _form(node)
         if _own_dim(node.meta["val"], node.args[1]) != len(shape) - 1 or places.shape[:-1] != shape[:-1]:
@@ -551,7 +559,9 @@ class _Lowering:
         return reduced if keeps else without(reduced, dim)
 
     def _added(self, view: View, dim: int, dtype: torch.dtype) -> View:
-        """The sum over a few rows, which are added one after the other, each of them side by side in memory."""
+        """The sum over a dimension of a few rows. They are added one after the other; the numbers of each row lie side
+        by side in memory.
+        """
         first, *others = (self._part(view, dim, range(i, i + 1)) for i in range(view.shape[dim]))
         for i, row in enumerate(others):
             is_last = i == len(others) - 1
@@ -559,7 +569,7 @@ class _Lowering:
         return first
 
     def _reduce(self, name: str, view: View, dim: int, dtype: torch.dtype) -> View:
-        """Reduce a dimension to size 1."""
+        """Reduce a dimension to size 1, by `sum`, `mean` or another operation."""
         view = transposed(view, dim, len(view.shape) - 1)
         shape = (*view.shape[:-1], 1)
         block, out = self._opened([view], dtype, shape)
@@ -768,7 +778,7 @@ class _Lowering:
         return self._copies(view, dim + 1, times, _form(node))
 
     def _copies(self, view: View, dim: int, times: int, form: tuple[torch.dtype, tuple[int, ...]]) -> View:
-        """An array that has the view's dimensions from `dim` on `times` times, one after the other."""
+        """An array with the view's numbers, in which the dimensions from `dim` on are repeated `times` times."""
         dtype, shape = form
         wide = (*view.shape[:dim], times, *view.shape[dim:])
         repeated = replace(view, shape=wide, strides=(*view.strides[:dim], 0, *view.strides[dim:]))
@@ -818,7 +828,7 @@ class _Lowering:
     # --- kernels ---
 
     def _kernel(self, name: str, node: Node, read: Seq[View], others: Seq[int], settings: list[int]) -> View:
-        """Inputs are the views' arrays, and others by number."""
+        """Add a kernel. Its inputs are the arrays of the views `read`, and other inputs by their numbers."""
         views = list(read) if name == "paged_attention" else [self._contiguous(one) for one in read]
         time = max(one.time for one in views)
         inputs = [self._array(one.source, self._rows_of(name, i, one)) for i, one in enumerate(views) if one.source]
@@ -829,7 +839,9 @@ class _Lowering:
         return View(source, (0, 0), source.dtype, shape, strides_of(shape))
 
     def _rows_of(self, name: str, number: int, view: View) -> Shape:
-        """Shape of the array of what a kernel takes, for each token as often as the kernel's rows are."""
+        """Shape of the array of a kernel's input. A token's part is repeated if the kernel has several rows for each
+        token.
+        """
         count = math.prod(view.shape)
         if name == "paged_attention":
             return (-1, count)
@@ -875,7 +887,7 @@ class _Lowering:
         return self._kernel("paged_attention", node, heads, read, settings)
 
     def _in_memory(self, view: View) -> View:
-        """The view, of an array that holds its numbers side by side, maybe among others."""
+        """The view moved to an array, in which its numbers lie side by side, perhaps among others."""
         source = view.source
         is_there = source is not None and source.array is not None and source.dtype == view.dtype and view.is_dense()
         return view if is_there else self._contiguous(view)
@@ -902,7 +914,7 @@ class _Lowering:
         return self._kernel("all_reduce", node, [self._view(node.args[0])], [], [])
 
     def _columns(self, node: Node) -> View:
-        """All ranks' columns side by side, or this rank's share of the columns."""
+        """The columns of all ranks side by side, or this rank's share of the columns."""
         name, size = str(node.target).split(".")[1], node.args[1]
         return self._kernel(name, node, [self._view(node.args[0])], [], [int(size)])  # type: ignore[arg-type]
 
@@ -968,7 +980,7 @@ class _Lowering:
         return [*code, len(calls), *code_of_all]
 
     def _counted_by(self, block: _Block) -> tuple[int, int]:
-        """An array with as many rows as the block has tokens, and how many numbers a row has."""
+        """Number of an array that has as many rows as the block has tokens, and the numbers in a row."""
         for source in block.loaded:
             assert source.array is not None
             return source.array, source.count
@@ -1007,8 +1019,9 @@ def _rows_come_first(value: Tensor) -> bool:
 
 
 def _keeps_rows(before: Tensor, after: Tensor) -> bool:
-    """True if the tokens' dimensions stay, and as many numbers come before them: `[2, 2, tokens, 8]` as
-    `[4, tokens, 8]`."""
+    """True if a reshape keeps the tokens' dimensions and the product of the sizes before them: `[2, 2, tokens, 8]` to
+    `[4, tokens, 8]`.
+    """
 
     def rows_of(value: Tensor) -> tuple[int, list[int]]:
         dims = open_dims(value)
@@ -1018,7 +1031,7 @@ def _keeps_rows(before: Tensor, after: Tensor) -> bool:
 
 
 def _own_dim(value: Tensor, dim: Any) -> int:
-    """Index of a dimension; CannotBeLowered if it is the tokens' dimension."""
+    """Index of a dimension that is not a token's; CannotBeLowered for the tokens' dimension."""
     number = int(dim) % len(value.shape)
     if number in open_dims(value):
         raise CannotBeLowered("an operation is along the tokens")

@@ -1,7 +1,7 @@
 """A step compiled by torch.compile, for models with operations that token programs lack, and for GPUs.
 
-The step is the model's own, with our kernels on a CPU. All that the compiler makes is kept beside the engine, and
-opening the engine finds it there.
+The step is the model's own, with our kernels on a CPU. All files that the compiler makes are kept beside the engine,
+and used when the engine is opened.
 """
 
 import os
@@ -30,9 +30,9 @@ CACHE = "rank0.cache"
 
 
 class CompiledStep:
-    """Compiled on the first call, once for all sizes: a step never waits for the compiler again.
+    """A step that is compiled on the first call, once for all sizes: a later step never waits for the compiler.
 
-    All that the compiler makes, machine code included, is found in `cache_dir` or put there.
+    All files that the compiler makes, machine code included, are found in `cache_dir` or put there.
     """
 
     def __init__(self, step: "Step", cache_dir: Path) -> None:
@@ -60,9 +60,10 @@ class CompiledStep:
 
 @contextmanager
 def _compiler_cache(cache_dir: Path) -> Iterator[None]:
-    """Inductor reads the place of its cache from the environment, and nowhere else.
+    """Have Inductor keep its cache in `cache_dir` within the block; it reads the place from an environment variable,
+    and nowhere else.
 
-    Headers are not precompiled: they would be again in every process, needed or not.
+    Headers are not precompiled: Inductor would do that in every process, needed or not.
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
@@ -78,16 +79,17 @@ def _compiler_cache(cache_dir: Path) -> Iterator[None]:
 
 
 def named_compiler() -> AbstractContextManager[None]:
-    """Inductor calls the compiler that compiles the kernels. By itself it takes an empty CXX for a compiler's name."""
+    """Have Inductor use the compiler that compiles the kernels. By itself Inductor takes an empty CXX for a compiler's
+    name.
+    """
     patched: AbstractContextManager[None] = torch._inductor.config.patch({"cpp.cxx": (None, cxx_compiler())})
     return patched
 
 
 @contextmanager
 def instructions_looked_up() -> Iterator[None]:
-    """Inductor asks the compiler which instructions it knows, and does not compile and load a library for each set.
-
-    That takes 2 s for each of six, and the processor is asked elsewhere.
+    """Have Inductor ask the compiler which instructions it knows, instead of compiling and loading a library for each
+    of six sets, which takes 2 s each. Whether the processor has them is checked elsewhere.
     """
 
     def knows(instructions: "VecISA", code: str) -> bool:

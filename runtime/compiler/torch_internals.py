@@ -1,6 +1,7 @@
-"""Private API of torch that building uses. It is looked for first.
+"""Private API of torch that building uses.
 
-In another torch one of them may be gone, and building would fail somewhere in the middle.
+It is looked up before a build. Another version of torch may lack a name, and building would fail somewhere in the
+middle.
 """
 
 import pkgutil
@@ -40,13 +41,15 @@ PRIVATE = (
 
 
 def check_torch() -> None:
-    """`check_names`, of another torch than what was tested: looking imports all of Inductor."""
+    """`check_names`, if this is not the version of torch that was tested. The check imports all of Inductor, so it is
+    not made otherwise.
+    """
     if not torch.__version__.startswith(f"{_TESTED}."):
         check_names()
 
 
 def check_names() -> None:
-    """SpecDecError, with torch's version, if one of them is missing."""
+    """SpecDecError, with torch's version, if a name of the private API is missing."""
     for name in PRIVATE:
         try:
             pkgutil.resolve_name(name)

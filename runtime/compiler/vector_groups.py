@@ -1,7 +1,7 @@
-"""Groups of vector operations that are carried out as one (`csrc/vector_groups.h`), with the bits that they have alone.
+"""Groups of vector operations that are carried out as one (`csrc/vector_groups.h`), with the same bits as alone.
 
-They are found by what they compute: norms, rotary embeddings, gates, and sums. A group reads a kernel's outputs where
-they lie, and writes its own where the next kernel reads them.
+They are found by their computation: norms, rotary embeddings, gates, and sums. A group reads the outputs of a kernel
+directly from its arrays, and writes its own outputs where the next kernel reads them.
 """
 
 from collections.abc import Sequence as Seq
@@ -14,11 +14,13 @@ from runtime.compiler.vectors import FLOATS, GROUPS, NUMBER, WEIGHT, Call, Rows,
 
 _GATES = {"silu": "gate_silu", "gelu": "gate_gelu", "gelu_tanh": "gate_gelu_tanh"}
 _NUM_READ = {"add_arrays": 2, "rms_norm": 1, "layer_norm": 1, "rotary": 3, **dict.fromkeys(_GATES.values(), 2)}
-"""Operands that may lie in arrays; those behind them are weights."""
+"""Number of a group's operands that may lie in arrays; the operands after these are weights."""
 
 
 def grouped(calls: Seq[Call]) -> tuple[list[Call], Rows]:
-    """The calls with groups in the place of those they consist of, and what needs no place in a token's memory."""
+    """The calls with groups in place of the operations that they consist of, and the sources that are read or written
+    in arrays and so need no place in a token's memory.
+    """
     block = _Calls(calls)
     for call in calls:
         for match in (_rms_norm, _layer_norm, _rotary, _gate):
@@ -50,7 +52,7 @@ class _Calls:
             self.readers.setdefault(source, []).append(call)
 
     def replace(self, last: Call, group: Call, others: list[Call]) -> None:
-        """Put a group in the place of its last operation."""
+        """Put a group in place of the operation `last`, and remove `others`."""
         gone = [last, *others]
         self.calls = [group if one is last else one for one in self.calls if one not in others]
         for known in (self.makers, self.readers):
@@ -59,8 +61,8 @@ class _Calls:
         self._know(group)
 
     def maker(self, view: View, name: str, *, num_readers: int = 1) -> Call | None:
-        """The call that computes the view, if it is the operation `name` and writes all of it, and `num_readers` calls
-        read the view; else None.
+        """The call that computes the view, if it is the operation `name`, writes the whole view, and the view has
+        `num_readers` readers; otherwise None.
         """
         source = view.source
         if source is None or len(self.readers.get(source, [])) != num_readers or not _each_once(view).is_whole():
@@ -76,9 +78,10 @@ class _Calls:
                 call.name = "add_arrays"
 
     def in_arrays(self) -> dict[Source, tuple[int, int]]:
-        """Sources that only groups read, or make, in numbers of an array's dtype: the array, and its numbers in a row.
+        """Sources that only groups read, or make, in the dtype of an array: for each, the array's number and the
+        numbers in its row.
 
-        What else a group reads must be in arrays too, if these are not of float32.
+        If a group is not of float32, all its operands except weights must be in arrays too.
         """
         found: dict[Source, tuple[int, int]] = {}
         for call in self.calls:
@@ -147,7 +150,7 @@ def _orders(call: Call) -> tuple[tuple[View, View], tuple[View, View]]:
 
 
 _Found = tuple[Call, list[Call]]
-"""A group, and the operations before the last of it."""
+"""A group, and the operations that it replaces beside its last."""
 
 
 def _group(name: str, last: Call, operands: list[View], others: list[Call], **settings: Any) -> _Found | None:
@@ -203,7 +206,7 @@ def _layer_norm(block: _Calls, last: Call) -> _Found | None:
     if last.name == "mul" and last.out is not None and last.out.source is not None:
         readers = block.readers.get(last.out.source, [])
         if len(readers) == 1 and readers[0].name == "add" and any(_is_weight(one) for one in readers[0].operands):
-            return None  # of which it is a part
+            return None  # the product is a part of that norm
         return _scaled_difference(block, last, last, [], [])
     if last.name != "add":
         return None
@@ -217,7 +220,9 @@ def _layer_norm(block: _Calls, last: Call) -> _Found | None:
 def _scaled_difference(
     block: _Calls, last: Call, product: Call, bias: list[View], operations: list[Call]
 ) -> _Found | None:
-    """The product of a weight and (x - mean) / root of the mean square of that."""
+    """Layer norm: a weight times the difference of x from its mean, divided by the root of the mean square of that
+    difference. None if the calls compute something else.
+    """
     for weight, scaled in _orders(product):
         normed = block.maker(scaled, "mul") if _is_weight(weight) else None
         if normed is None or normed.dtype != torch.float32 or normed.sizes != product.sizes:
@@ -232,7 +237,9 @@ def _scaled_difference(
 
 
 def _centered(block: _Calls, centered: View, square: Call) -> tuple[View | None, list[Call]]:
-    """The view of which that is the difference from its mean, which is squared too; and the operations."""
+    """The view x, if `centered` is x less its mean and `square` is the square of the same difference; otherwise None.
+    Also the operations of the difference.
+    """
     first, second = square.operands
     own = block.maker(centered, "sub", num_readers=2) or block.maker(centered, "sub")
     squared = block.maker(first, "sub", num_readers=2) or block.maker(first, "sub")
@@ -269,7 +276,9 @@ def _rotary(block: _Calls, last: Call) -> _Found | None:
 
 
 def _halves_swapped(block: _Calls, turned: View, x: View) -> list[Call]:
-    """The operations that make of x its second half, negated, and its first half behind that."""
+    """The operations that put the second half of x, negated, before its first half; empty if `turned` is made
+    otherwise.
+    """
     source, size = turned.source, x.shape[-1]
     if source is None or size % 2 or len(block.readers.get(source, [])) != 1 or not _each_once(turned).is_whole():
         return []

@@ -1,8 +1,9 @@
 """Vectors of one token: views of numbers that an operation or a kernel has made, operations on them, and their code.
 
-A graph's tensors are known by one token: `(1, T, C)` is a vector of `C`, `(1, H, T, D)` is H of them, and what is
-reshaped, split, transposed or expanded is another view of the same numbers. The code is what `csrc/token_program.h`
-reads: numbers that say of each operation what it does, in which loops, and where its numbers lie.
+Of a graph's tensors only one token's part is described: [1, tokens, C] is a vector of C numbers, [1, H, tokens, D] is H
+vectors of D. A tensor that is reshaped, split, transposed or expanded is another view of the same numbers. The code,
+which `csrc/token_program.h` reads, is a list of numbers. They say for each operation what it computes, in which loops,
+and where its numbers lie.
 """
 
 import itertools
@@ -21,21 +22,23 @@ OPERATIONS = (
     *("mean", "softmax", "topk", "gather", "floor", "log", "greater", "unequal", "scatter", "select", "add_arrays"),
     *("rms_norm", "layer_norm", "rotary", "gate_silu", "gate_gelu", "gate_gelu_tanh"),
 )
-"""Names of operations on vectors, by their numbers in the code."""
+"""Names of operations on vectors; the index is the operation's number in the code."""
 DTYPES = {torch.float32: 6, torch.bfloat16: 15, torch.float16: 5, torch.int64: 4}
-"""Numbers of at::ScalarType."""
+"""Numbers of dtypes in the code, which are those of at::ScalarType."""
 GROUPS = OPERATIONS[OPERATIONS.index("add_arrays") :]
-"""Operations that are several of the others."""
+"""Operations that do the work of several others."""
 _OF_THREE = {"select", *GROUPS}
 _ROUNDINGS = {torch.bfloat16: 1, torch.float16: 2}
 _SCRATCH, _ARRAY = 0, 3
 _ALONG_LAST = {"sum", "mean", "softmax", "topk", "gather", "scatter", *GROUPS}
 _MADE_ELSEWHERE = {"load", "pick", "store", "embed"}
 ELEMENTWISE = {*OPERATIONS} - _ALONG_LAST - _MADE_ELSEWHERE - {"select"}
-"""Operations that look at no other element, so that they can leave what they make in the place of what they read."""
+"""Operations whose elements depend on the same element of their operands alone, so that the result may overwrite an
+operand.
+"""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHT, NUMBER = 1, 2
-"""Places of constants: see `View.constant`."""
+"""Kinds of constants: see `View.constant`."""
 
 Shape = tuple[int, ...]
 
@@ -46,25 +49,27 @@ class CannotBeLowered(NoTokenProgram):
 
 @dataclass(eq=False)
 class Source:
-    """Numbers of a token, side by side: an input, or what an operation or a kernel has made."""
+    """Numbers of a token, side by side: an input, or the result of an operation or a kernel."""
 
     space: str
-    """The number of rows, as the graph names it: tokens, or those whose logits are wanted."""
+    """Name of the number of rows in the graph: all tokens, or the tokens whose logits are wanted."""
     dtype: torch.dtype
     count: int
     time: int
-    """Kernels in a row before it, of those that must be computed before it."""
+    """Number of kernels that must run one after the other before it can be computed."""
     array: int | None = None
-    """Number of the array that holds it in memory, if one does."""
+    """Number of the array that holds the source in memory; None if none does."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of one token: a source's numbers (None: a weight's, or one number) in a shape. Rows are of size 1."""
+    """A tensor of one token: numbers of a source in a shape. Without a source it is a weight's numbers, or a single
+    number. Dimensions of rows have size 1.
+    """
 
     source: Source | None
     constant: tuple[int, int]
-    """A weight or number: where it is kept, and its number there."""
+    """Kind of a constant (weight or number), and its index among these."""
     dtype: torch.dtype
     shape: Shape
     strides: Shape
@@ -113,7 +118,7 @@ class Call:
     sizes: Shape
     number: int = 0
     rounds_within: bool = False
-    """True for a group that rounds what its last operation takes."""
+    """True for a group that rounds the operand of its last operation."""
 
 
 def whole_of(source: Source) -> View:
@@ -137,13 +142,13 @@ def without(view: View, dim: int) -> View:
 
 
 def widened(view: View, dim: int) -> View:
-    """The view with a dimension of size 1 before that dimension."""
+    """The view with a dimension of size 1 inserted before dimension `dim`."""
     shape, strides = ((*one[:dim], new, *one[dim:]) for one, new in ((view.shape, 1), (view.strides, 0)))
     return replace(view, shape=shape, strides=strides)
 
 
 def expanded(view: View, shape: Shape) -> View:
-    """Broadcast: dimensions of size 1 are read again and again."""
+    """The view broadcast to a shape: dimensions of size 1 are read again and again."""
     missing = len(shape) - len(view.shape)
     sizes, strides = (1,) * missing + view.shape, (0,) * missing + view.strides
     if missing < 0 or any(own not in (1, size) for own, size in zip(sizes, shape, strict=True)):
@@ -155,7 +160,7 @@ def expanded(view: View, shape: Shape) -> View:
 # --- code ---
 
 Rows = Mapping[Source, tuple[int, int]]
-"""Arrays in which sources are read and written: the number of each, and how many numbers a row has."""
+"""Sources that are read and written in arrays: for each the array's number, and the numbers in a row."""
 
 
 def cost_of(call: Call) -> int:
@@ -180,13 +185,15 @@ def cost_of(call: Call) -> int:
 
 
 def code_of_calls(calls: Seq[Call], rows: Rows) -> tuple[list[int], int]:
-    """The operations' code, and how many numbers they need in a token's memory."""
+    """The operations' code, and the size of a token's memory that they need."""
     places, num_floats = _placed(calls, rows)
     return [number for call in calls for number in _code_of_call(call, places, rows)], num_floats
 
 
 def _placed(calls: Seq[Call], rows: Rows) -> tuple[dict[Source, int], int]:
-    """The place of each source in a token's memory, which another takes when it is not read again; and its size."""
+    """The place of each source in a token's memory, and the memory's size. A place is given to another source when its
+    own is not read again.
+    """
     last: dict[Source, int] = {}
     for number, call in enumerate(calls):
         for view in (call.out, *call.operands):
@@ -216,7 +223,7 @@ def _placed(calls: Seq[Call], rows: Rows) -> tuple[dict[Source, int], int]:
 
 
 def _overwritten(call: Call, over: list[Source]) -> Source | None:
-    """A source that nothing reads again and in whose memory an elementwise operation can write its result; None if
+    """A source in whose memory an elementwise operation can write its result, since nothing reads it again; None if
     there is none.
     """
     if call.name not in ELEMENTWISE or call.out is None or not call.out.is_whole():

@@ -1,8 +1,8 @@
-"""Answers that were given before, and the marks by which a prompt finds the answer that it, or one like it, got.
+"""Answers that were given before, and the marks by which a prompt finds the answer to the same or a similar prompt.
 
-The marks are digests: of the whole prompt, of its last 64 tokens, and of 32 of its pieces of three tokens, those with
-the smallest hashes, of which two prompts have many in common if most of their text is the same (Broder 1997). A digest
-that stands for another prompt does no harm: an old answer is a draft, which the model verifies.
+The marks are digests of the whole prompt, of its last 64 tokens, and of 32 of its pieces of three tokens: those with
+the smallest hashes, of which two prompts share many if most of their text is the same (Broder 1997). A wrong match does
+no harm: an old answer is only a draft, which the model verifies.
 """
 
 import hashlib
@@ -13,26 +13,26 @@ import numpy as np
 from runtime.core.request import Request, Sequence
 
 TAIL = 64
-"""Last tokens of a prompt by which its answer is found too."""
+"""Number of last tokens of a prompt by which its answer is found too."""
 _PIECE_BYTES = 8
 _NUM_PIECES, _LONGEST_READ = 32, 1024
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 _GREEDY = {"temperature": 0.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "random_seed": 0, "return_index": 0}
-"""Settings that greedy answers do not depend on."""
+"""Sampling settings on which greedy answers do not depend."""
 _SHORTEST = 2
-"""Tokens of an answer that is worth keeping: a draft of one token less saves a step."""
+"""Least number of tokens of an answer that is worth keeping: a draft of a single token hardly saves a step."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Digests of a request. `tail` is empty where the prompt is no longer than that."""
+    """Digests of a request. `tail` is empty if the prompt has no more tokens than the tail."""
 
     prompt: bytes
     tail: bytes
     pieces: bytes
-    """8 bytes each."""
+    """Digests of pieces of three tokens, 8 bytes each."""
     way: bytes
-    """Digest of how tokens are chosen: greedily, or by which seed and settings."""
+    """Digest of the way in which tokens are chosen: greedily, or by which seed and settings."""
 
     @staticmethod
     def of(request: Request) -> "Marks":
@@ -58,7 +58,7 @@ class Answer:
 
     @staticmethod
     def of(sequence: Sequence, marks: Marks) -> "Answer | None":
-        """The answer of a request that ended or was left; None where there is too little of it."""
+        """The answer of a request that ended or was aborted; None if it is too short to keep."""
         if sequence.num_generated < _SHORTEST:
             return None
         return Answer(marks, np.asarray(sequence.output_tokens, "<u4").tobytes())

@@ -1,4 +1,4 @@
-"""All index arithmetic of a step: sequences and drafts in, the tensors the compiled step takes out."""
+"""All index arithmetic of a step: from sequences and drafts to the tensors that the compiled step takes."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -14,12 +14,12 @@ from runtime.core.kv_cache import NULL_BLOCK
 from runtime.core.request import Sequence
 
 _ROW_CONTEXT, _CONTEXT_STEP = 4096, 256
-"""One more row costs as much as a token after a context of this length, whose K/V its attention reads again."""
+"""Context length at which attention reads as many K/V again for a further row as the row costs otherwise."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence's part of a step: tokens to compute, the position of the first, and how many logits to return."""
+    """A sequence's part of a step: tokens to compute, the position of the first, and the number of logits to return."""
 
     tokens: list[int]
     start: int
@@ -50,21 +50,25 @@ class Batch:
 
 
 def generation_row(sequence: Sequence, draft_tokens: Seq[int]) -> Row:
-    """A row with the tokens of a sequence that are not computed yet and the draft behind them. The step gives logits
-    for the last of these tokens and for each token of the draft.
+    """A row with the tokens of a sequence that are not computed yet, followed by the draft. The step returns logits for
+    the last of these tokens and for each token of the draft.
     """
     tokens = [*sequence.tokens[sequence.num_computed :], *draft_tokens]
     return Row(tokens, sequence.num_computed, sequence.block_table, len(draft_tokens) + 1, sequence.state_slot)
 
 
 def context_row(sequence: Sequence, num_tokens: int) -> Row:
-    """The next `num_tokens` of a long uncomputed tail. One logit, because a step returns at least one."""
+    """A row with the next `num_tokens` of a long uncomputed tail. It asks for one logit, since a step returns at least
+    one.
+    """
     start = sequence.num_computed
     return Row(sequence.tokens[start : start + num_tokens], start, sequence.block_table, 1, sequence.state_slot)
 
 
 def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
-    """The rows' batch. A step has few tokens: lists are faster than a dozen operations on small tensors."""
+    """The batch of these rows. It is made from lists: a step has few tokens, and a dozen operations on small tensors
+    would be slower.
+    """
     Q = max(len(row.tokens) for row in rows)
     N = max(-(-(row.start + len(row.tokens)) // block_size) for row in rows)
     positions: list[list[int]] = []
@@ -87,7 +91,9 @@ def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
 
 
 def split_long_rows(rows: Seq[Row]) -> Seq[Row]:
-    """The rows, long ones as several where that leaves less padding: 11, 1 and 1 tokens as 13 rows of one."""
+    """The rows; a long row is split into several if that leaves less padding: rows of 11, 1 and 1 tokens become 13 rows
+    of one token.
+    """
     lengths = sorted(len(row.tokens) for row in rows)
     if lengths[0] == lengths[-1]:
         return rows
@@ -100,7 +106,7 @@ def split_long_rows(rows: Seq[Row]) -> Seq[Row]:
 
 @lru_cache(maxsize=4096)
 def folded_width(lengths: tuple[int, ...], context_len: int) -> int:
-    """Tokens of the longest row after folding rows of these lengths. Rows of one length stay as they are."""
+    """Tokens of the longest row after folding rows of these lengths. Rows of equal length stay as they are."""
     longest, row_cost = max(lengths), context_len / _ROW_CONTEXT
     if longest == min(lengths):
         return longest
@@ -108,7 +114,7 @@ def folded_width(lengths: tuple[int, ...], context_len: int) -> int:
 
 
 def _folded_height(lengths: Seq[int], width: int) -> int:
-    """Rows after folding to at most `width` tokens."""
+    """Number of rows after folding them to at most `width` tokens."""
     return sum(-(-length // width) for length in lengths)
 
 
@@ -122,9 +128,8 @@ def _pieces(row: Row, width: int) -> Iterator[Row]:
 
 
 def pad_to_min_2(batch: Batch) -> Batch:
-    """The same step with B, Q, N and T of at least 2, for a compiler that treats sizes of 1 apart.
-
-    Padding goes to the null block; logits beyond the first T are of padding. With Q = 1 token i moves from i to 2 i.
+    """The same step with B, Q, N and T of at least 2, for a compiler that treats sizes of 1 specially. Padding goes to
+    the null block; logits beyond the first T belong to padding. With Q = 1 the token at i moves to 2 i.
     """
     (B, Q), N, T = batch.input_ids.shape, batch.block_tables.shape[1], len(batch.logit_indices)
 

@@ -1,9 +1,10 @@
 """Blocks of keys and values in a directory: an index and bytes, which processes share and which outlive them.
 
-The directory holds a database of SQLite. A record is a block of tokens below the record of the block before it; it is
-found by the tokens themselves, from the beginning, as a block in memory is, so no hash decides. Records belong to an
-engine and to an owner (`Request.cache_salt`). A record has parts: the bytes of keys and values, of a head, of states.
-Each part has a checksum over all tokens up to its end and over its bytes, and what disagrees is not given out.
+The directory holds a database of SQLite. A record is a block of tokens, below the record of the block before it. Like a
+block in memory it is found by the tokens themselves, from the beginning of the sequence, and not by a hash. Records
+belong to an engine and to an owner (`Request.cache_salt`). A record has parts: the bytes of keys and values, of a head,
+of states. Each part has a checksum over all tokens up to its end and over its bytes; a part that does not match is not
+returned.
 
 SQLite is in Python, is crash-safe, and reads by calls: a file that is cut off or written over is an error there. LMDB
 reads 2 times as fast, and by a mapping: the same file ends the process by SIGBUS.
@@ -30,7 +31,7 @@ from runtime.util.files import make_private_directory
 
 FILE = "kv.sqlite"
 STATE = "state"
-"""Name of the part that holds states of layers without attention, as they are after the record's tokens."""
+"""Name of the part with states of layers without attention, as they are after the record's tokens."""
 _LOCK = "lock"
 _HEADER = b"SQLite format 3\0"
 _FORMAT, _APPLICATION = 1, 0x7370_6B76
@@ -52,11 +53,11 @@ CREATE TABLE parts(block INTEGER NOT NULL, name TEXT NOT NULL, checksum INTEGER 
 
 
 class Damaged(Exception):
-    """The database, or a record in it, is not what was written."""
+    """The database, or a record in it, has other content than was written."""
 
 
 class Unwritable(Exception):
-    """Nothing can be written any more, for the reason in words that this holds."""
+    """Nothing can be written any more; the exception's text is the reason."""
 
 
 Bytes = bytes | memoryview
@@ -64,11 +65,11 @@ Bytes = bytes | memoryview
 
 @dataclass(frozen=True)
 class Owner:
-    """An engine's records of one owner. `id` 0: there are none yet."""
+    """An engine's records that belong to one owner. `id` is 0 if there are none yet."""
 
     id: int
     path: int
-    """Checksum that the ones of its records go on from."""
+    """Checksum from which the checksums of the owner's records continue."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Found:
-    """Records that hold a sequence's first tokens, and those of them, or beside them, with states after their end."""
+    """Records that hold a sequence's first tokens, and records with states after some of these tokens."""
 
     records: list[Record]
     states: list[Record]
@@ -108,21 +109,22 @@ class StoredEngine:
 
 
 def as_bytes(tokens: Seq[int]) -> bytes:
-    """Tokens so that bytes sort as they do, 4 bytes each."""
+    """Tokens as bytes, 4 each, that sort in the same order as the tokens."""
     return np.asarray(tokens, ">i4").tobytes()
 
 
 def owner_name(salt: str | None) -> str:
-    """Name of an owner on disk, from which nobody reads the salt."""
+    """Name of an owner on disk, from which the salt cannot be read."""
     return "" if salt is None else hashlib.blake2b(salt.encode(), digest_size=24, person=b"specdec-kv").hexdigest()
 
 
 class BlockStore:
     """A connection to a directory, for one thread at a time.
 
-    `max_bytes` None: what the directory was given last, else `usual_bytes`. Opening raises SpecDecError for what a user
-    must change, such as a file that is no database of specdec's, which stays as it is. Later a method raises Damaged or
-    Unwritable, and finds nothing while another process writes. `renews`: begin a damaged database anew; else Damaged.
+    `max_bytes` None keeps the limit that the directory was given last, or else `usual_bytes`. With `renews` a damaged
+    database is replaced by an empty one; otherwise Damaged is raised. Opening raises SpecDecError for a fault that a
+    user must mend, such as a file that is no database of specdec's, which stays as it is. Later methods raise Damaged
+    or Unwritable, and find nothing while another process writes.
     """
 
     def __init__(
@@ -131,10 +133,10 @@ class BlockStore:
         self.directory, self._given, self._usual = directory, max_bytes, usual_bytes
         self.path = directory / FILE
         self.other_limit: int | None = None
-        """Limit that the directory had before, where another one is given now."""
+        """Limit that the directory had before, if it is given another one now."""
         self.is_read_only = False
         self.was_damaged = False
-        """True if what was there could not be read, and was replaced."""
+        """True if the database could not be read and was replaced."""
         make_private_directory(directory)
         try:
             self._open()
@@ -197,13 +199,13 @@ class BlockStore:
 
     def _begins_as_database(self) -> bool:
         """True for a file of SQLite, cut off or not. Closing the file drops this process's locks on it, so call this
-        only where SQLite could not read it.
+        only if SQLite could not read it.
         """
         with self.path.open("rb") as file:
             return _HEADER.startswith(file.read(len(_HEADER)))
 
     def _check_locks(self) -> None:
-        """SpecDecError on a file system where processes cannot lock what they share."""
+        """SpecDecError on a file system on which processes cannot lock shared files."""
         try:
             with self._locked():
                 pass
@@ -218,7 +220,7 @@ class BlockStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Be the only one that replaces the database."""
+        """Lock the directory within the block against other processes that would replace the database."""
         descriptor = os.open(self.directory / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX)
@@ -250,7 +252,7 @@ class BlockStore:
             )
 
     def _settle_limit(self) -> None:
-        """The limit that was given last holds, for all processes."""
+        """Store or read the limit: the limit that was given last holds for all processes."""
         if self.is_read_only:
             return
         known = self._db.execute("SELECT value FROM settings WHERE name='max_bytes'").fetchone()
@@ -286,7 +288,7 @@ class BlockStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """SQLite's errors as ours: Damaged, Unwritable, or TimeoutError while another process writes."""
+        """Turn SQLite's errors into ours: Damaged, Unwritable, or TimeoutError while another process writes."""
         try:
             yield
         except sqlite3.Error as error:
@@ -304,20 +306,20 @@ class BlockStore:
             raise Damaged("a value in it is not of its kind") from None
 
     def is_replaced(self) -> bool:
-        """True if the database that this connection has open is not the directory's any more."""
+        """True if the directory no longer has the database that this connection has open."""
         try:
             return os.stat(self.path).st_ino != self._inode
         except OSError:
             return True
 
     def reopen(self) -> None:
-        """Open what is in the directory now."""
+        """Open the database that the directory has now."""
         self._db.close()
         make_private_directory(self.directory)
         self._open()
 
     def renew(self) -> None:
-        """Begin anew with an empty database, unless another process has done so."""
+        """Replace the database by an empty one, unless another process has done so."""
         inode = getattr(self, "_inode", None)
         with contextlib.suppress(AttributeError, sqlite3.Error):
             self._db.close()
@@ -349,13 +351,13 @@ class BlockStore:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The database, for tables of other modules; the errors are this class's."""
+        """The database, for tables of other modules; errors are raised as this class's."""
         with self._errors():
             yield self._db
 
     @contextmanager
     def writing(self, num_bytes: int) -> Iterator[sqlite3.Connection]:
-        """The same in a transaction, with room for so many bytes. Unwritable where there is none."""
+        """The database in a transaction, with room for `num_bytes`. Unwritable if there is no room."""
         with self._errors():
             self._db.execute(f"PRAGMA busy_timeout={int(_WRITER_BUSY_S * 1000)}")
             with self._transaction():
@@ -364,14 +366,14 @@ class BlockStore:
                 yield self._db
 
     def owner(self, engine: str, salt: str | None) -> Owner:
-        """The records of an engine and an owner."""
+        """The records of an owner for an engine."""
         name = owner_name(salt)
         with self._errors():
             row = self._db.execute("SELECT id FROM owners WHERE engine=? AND owner=?", (engine, name)).fetchone()
         return Owner(0 if row is None else row[0], zlib.crc32(f"{engine} {name}".encode()))
 
     def make_owner(self, engine: str, salt: str | None, model: str) -> Owner:
-        """`owner`, made if there was none. `model` names it for people."""
+        """The owner, as `owner` gives it, made if it did not exist. `model` is the model's name for people."""
         owner = self.owner(engine, salt)
         if owner.id:
             return owner
@@ -382,9 +384,8 @@ class BlockStore:
         return self.owner(engine, salt)
 
     def find(self, owner: Owner, tokens: Seq[int], block_size: int, *, with_states: bool = False) -> Found:
-        """Records of the first of these tokens: whole blocks, then one of which as many first tokens agree as in any.
-
-        `with_states`: records with states too, after how many tokens they may be.
+        """Records of the first of these tokens: whole blocks, then the block that shares most first tokens with the
+        rest. `with_states`: also records with states, after any number of these tokens.
         """
         key, width = as_bytes(tokens), block_size * _TOKEN_BYTES
         records, states, parent, path = list[Record](), list[Record](), 0, owner.path
@@ -408,9 +409,8 @@ class BlockStore:
         return None if row is None else row[0]
 
     def _longest(self, owner: Owner, parent: int, path: int, wanted: bytes, start: int) -> list[Record]:
-        """The record below `parent` that shares most first tokens with `wanted`; none where none shares any.
-
-        Of sorted texts, the one with most in common with another stands right before or behind it.
+        """The record below `parent` that shares most first tokens with `wanted`; None if no record shares any. Among
+        sorted texts, the text that shares most with another stands right before or behind it.
         """
         best: list[Record] = []
         for side, order in (("<=", "DESC"), (">=", "ASC")):
@@ -428,7 +428,7 @@ class BlockStore:
         return best
 
     def _with_state(self, owner: Owner, parent: int, path: int, wanted: bytes, start: int) -> list[Record]:
-        """Records below `parent` that have states and no other tokens than the first of `wanted`, shortest first."""
+        """Records below `parent` that have states and whose tokens are the first of `wanted`, the shortest first."""
         beginnings = [wanted[:end] for end in range(_TOKEN_BYTES, len(wanted) + 1, _TOKEN_BYTES)]
         rows = self._db.execute(
             "SELECT blocks.id, tokens FROM blocks JOIN parts ON block=blocks.id AND name=? "
@@ -441,7 +441,9 @@ class BlockStore:
         ]
 
     def read(self, record: Record, names: Seq[str]) -> dict[str, bytes] | None:
-        """The bytes of these parts; None where one is missing. Damaged if one is not what was written."""
+        """The bytes of these parts; None if one is missing. Damaged if the bytes of a part do not match
+        its checksum.
+        """
         with self._errors():
             rows = self._db.execute(
                 f"SELECT name, checksum, data FROM parts WHERE block=? AND name IN ({','.join('?' * len(names))})",
@@ -458,16 +460,15 @@ class BlockStore:
             return {name for (name,) in self._db.execute("SELECT name FROM parts WHERE block=?", (record_id,))}
 
     def forget_parts(self, record_id: int) -> None:
-        """Remove a record's bytes, which are damaged: they are written again when they are computed again."""
+        """Remove the bytes of a damaged record: they are written again when they are computed again."""
         with self._errors(), self._transaction():
             self._db.execute("DELETE FROM parts WHERE block=?", (record_id,))
 
     def write(
         self, owner: Owner, before: Seq[int], blocks: Seq[tuple[bytes, Mapping[str, Bytes]]], path: int
     ) -> list[int]:
-        """Write blocks one below the other, behind the records `before`, whose checksum is `path`; returns their ids.
-
-        Fewer are written where another process has removed the ones before, or where there is no room without them.
+        """Write blocks, each below the block before it, behind the records `before`, whose checksum is `path`; returns
+        the new records' ids. Fewer blocks are written if another process has removed `before`, or if there is no room.
         """
         used, ids = time.time_ns(), list[int]()
         with self._errors():
@@ -490,7 +491,9 @@ class BlockStore:
         return ids
 
     def _put(self, owner: Owner, parent: int, tokens: bytes, depth: int, used: int) -> int:
-        """Id of the record of these tokens, made if there was none. Records of fewer of them, without states, go."""
+        """Id of the record of these tokens, made if it does not exist. Records without states that hold only the first
+        of these tokens are removed.
+        """
         if (known := self._id_of(owner, parent, tokens)) is not None:
             self._db.execute("UPDATE blocks SET used=? WHERE id=?", (used, known))
             return known
@@ -510,7 +513,9 @@ class BlockStore:
         return found.lastrowid
 
     def _make_room(self, num_bytes: int, used: int) -> bool:
-        """Remove the records used longest ago, of these the last ones of a text first; False if all others are gone."""
+        """Remove the least recently used records, the last blocks of a text first. False if there is not enough room
+        after all others are gone.
+        """
         limit = int(self._one("SELECT value FROM settings WHERE name='max_bytes'")) - _SPARE_PAGES * self._page_bytes
         while self._used_bytes() + num_bytes > limit:
             if not self._remove_oldest(used):
@@ -525,7 +530,7 @@ class BlockStore:
         return bool(rows) or self._remove_texts("outputs") or self._remove_texts("answers")
 
     def _remove_texts(self, table: str) -> bool:
-        """Remove the oldest rows of a table of texts (`runtime.core.text_tables`), if it is there."""
+        """Remove the oldest rows of a table of texts (`runtime.core.text_tables`), if the table exists."""
         if not self._one("SELECT count(*) FROM sqlite_master WHERE name=?", table):
             return False
         oldest = f"SELECT id FROM {table} ORDER BY id LIMIT ?"
@@ -541,7 +546,7 @@ class BlockStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in use; the file may be larger, by room for what is written next."""
+        """Bytes in use. The file may be larger, with free room for later writes."""
         with self._errors():
             return self._used_bytes()
 
@@ -551,7 +556,7 @@ class BlockStore:
             return self._db.execute("SELECT 1 FROM owners WHERE engine=?", (engine,)).fetchone() is not None
 
     def engines(self) -> list[StoredEngine]:
-        """Content of the directory, the engine that was used last first."""
+        """The engines that have data in the directory, the last used first."""
         with self._errors():
             rows = self._db.execute(
                 "SELECT engine, max(model), count(DISTINCT owners.id), "
@@ -561,7 +566,9 @@ class BlockStore:
             return [StoredEngine(digest, model, owners, size, used / 1e9) for digest, model, owners, size, used in rows]
 
     def prune(self, max_bytes: int) -> int:
-        """Remove the oldest records until at most `max_bytes` are in use, and shrink the file; returns bytes freed."""
+        """Remove the least recently used records until at most `max_bytes` are in use, and shrink the file; returns the
+        number of bytes freed.
+        """
         with self._errors():
             before = self._used_bytes()
             with self._transaction():

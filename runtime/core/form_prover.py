@@ -2,8 +2,8 @@
 
 llguidance's constructor has no bound: 90 bytes of a schema can take all memory, or overflow the stack. So each grammar
 is tried in a process of its own, forked from a process that has read the vocabulary, with limits on memory and
-processor time. If that process dies, only this grammar is refused. All of them end with the process that asked, however
-that ends.
+processor time. If that process dies, only this grammar is refused. All these processes end with the process that asked,
+however it ends.
 """
 
 import gc
@@ -27,24 +27,34 @@ from runtime.core.forms import ENDLESS, TOO_DEEP, check_forced_text, reason, sta
 from runtime.util.errors import SpecDecError
 
 MOST_S, MOST_BYTES = 0.5, 128 << 20
-"""Time of a core and memory for compiling one form. An object of 1,000 optional properties takes 0.1 s and 10 MB."""
+"""Limits for compiling a grammar: seconds of a core, and bytes of memory. A grammar for an object of 1,000 optional
+properties takes 0.1 s and 10 MB.
+"""
 MOST_AT_ONCE = 16
-"""Forms in processes of their own at once. The next one ends the oldest of those that take long."""
+"""Grammars that are compiled on trial at the same time, each in a process. A further grammar ends the oldest of the
+slow processes.
+"""
 _FIRST_S = 0.05
-"""Until then a form's process is like any other; a form that takes longer gives way to the steps of the model."""
+"""Seconds for which a grammar's process has the usual priority. A process that takes longer gives way to the model's
+steps.
+"""
 _NICE = 15
 _PATIENCE_S = 60.0
 _STACK_BYTES = 4 << 20
-"""Less than the stack of the thread that compiles the form afterwards (`runtime.core.grammar`)."""
+"""Stack of the thread that compiles on trial: less than the stack of the thread that compiles the grammar afterwards
+(`runtime.core.grammar`).
+"""
 _ENVIRONMENT = {"PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": "1"}
-"""One arena: where memory is limited, glibc finds no room for another, and each allocation costs a system call."""
+"""Variables of the process: malloc has a single arena. If memory is limited, glibc finds no room for a second arena,
+and each allocation costs a system call.
+"""
 _START = "from runtime.core.form_prover import main; main()"
 _TOO_MUCH = f"it never ends, or takes more than {MOST_S:g} s of a core or {MOST_BYTES >> 20} MB to compile"
 _OVERFLOWS = f"{TOO_DEEP}, or by too long a chain of references: it takes {_STACK_BYTES >> 20} MB of stack to compile"
 
 
 class FormRefused(Exception):
-    """A form that cannot be used, and why."""
+    """A grammar that cannot be used; the exception's text is the reason."""
 
 
 class FormsBusy(SpecDecError):
@@ -79,11 +89,11 @@ class FormProver:
 
     @property
     def pid(self) -> int | None:
-        """The process that forks the others, if there is one."""
+        """Id of the process that forks the others; None if there is none."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Begin to read the vocabulary, unless that has begun. SpecDecError if there is no process to be had."""
+        """Begin to read the vocabulary, unless that has begun. SpecDecError if no process can be started."""
         with self._lock:
             if self._server is None:
                 self._begin()
@@ -166,7 +176,7 @@ class FormProver:
         return None
 
     def _give_up(self, server: socket.socket) -> None:
-        """Have the next grammar begin a new process, unless that has happened already."""
+        """Have the next grammar start a new process, unless that has happened already."""
         with self._lock:
             if self._server is server:
                 self._close()
@@ -216,7 +226,7 @@ def _kill(pid: int) -> None:
 
 
 def _end(server: socket.socket, process: "subprocess.Popen[bytes]") -> None:
-    """Its socket is what the process waits for: closed, it ends."""
+    """End a process by closing its socket: the process ends when the socket is closed."""
     server.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(2)
@@ -226,14 +236,14 @@ def _end(server: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """Keep a process forked for the next form, until nobody can ask any more."""
+    """Keep a process forked for the next grammar, until nobody can send one any more."""
     from llguidance import LLTokenizer
 
     files = json.loads(sys.argv[1])
     with os.fdopen(files["state"], "rb") as state:
         tokenizer_json, vocab_size, end_ids, limits = json.loads(state.read())
     vocabulary = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=end_ids)
-    start_of(vocabulary, written("grammar", 'root ::= "a"'))  # what is made once for a vocabulary
+    start_of(vocabulary, written("grammar", 'root ::= "a"'))  # makes the tables that a vocabulary needs once
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     server = socket.socket(fileno=files["server"])
     gc.disable()
@@ -253,8 +263,8 @@ def main() -> None:
 
 
 def _try_form(vocabulary: Any, server: socket.socket, taken: int, most_s: float, most_bytes: int) -> None:
-    """Wait for a form, have the next process forked, compile the form and say how that went: in a thread whose stack is
-    no larger than the one for the form's use.
+    """Wait for a grammar, have the next process forked, compile the grammar and send the outcome. It is compiled in a
+    thread whose stack is no larger than the stack of the thread that will use it.
     """
     _, asked_files, _, _ = socket.recv_fds(server, 1, 1)
     if not asked_files:
@@ -289,14 +299,14 @@ def _limit(most_s: float, most_bytes: int) -> None:
 
 
 class _Memory(NamedTuple):
-    """Bytes of address space, of all kinds and of data."""
+    """Bytes of address space that the process has: all of it, and its data."""
 
     all: int
     data: int
 
 
 def _memory() -> _Memory:
-    """Zeros where there is no /proc: time alone is limited there."""
+    """The memory of this process; zeros on systems without /proc, where only time is limited."""
     try:
         with open("/proc/self/statm", encoding="utf-8") as file:
             pages = [int(number) for number in file.read().split()]

@@ -1,7 +1,7 @@
-"""Forms of outputs in llguidance's notation, and the start of a text in one. Imports neither torch nor numpy.
+"""Grammars in llguidance's notation, and the start of a text in a grammar. Imports neither torch nor numpy.
 
-The process that proves a form (`runtime.core.form_prover`) and the process that then uses it construct the same start,
-within the same limits.
+The process that proves a grammar (`runtime.core.form_prover`) and the process that then uses it construct the same
+start, within the same limits.
 """
 
 import json
@@ -13,20 +13,24 @@ if TYPE_CHECKING:  # a request without a grammar does not wait for it
     from llguidance import LLMatcher, LLTokenizer
 
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Style of Python's `json.dumps`: keys and marks are known then. `x-guidance` of a schema changes it."""
+"""Style of JSON, that of Python's `json.dumps`, so that keys and punctuation are known in advance. A schema's
+`x-guidance` changes it.
+"""
 MOST_FORCED_BYTES = 1 << 14
-"""Longer text that has only one continuation is of a grammar that never ends, or whose every step is slow."""
+"""Most bytes of text that may have only one continuation. A longer text comes from a grammar that never ends, or whose
+every step is slow.
+"""
 _MOST_LEXER_FUEL = 100_000
-"""llguidance's measure of a grammar's size: 130 KB of a schema's names. Of the million that it allows a step can take a
-second, for which all other requests wait.
+"""Limit on llguidance's measure of a grammar's size, enough for 130 KB of a schema's names. With llguidance's own limit
+of a million, a step can take a second, for which all other requests wait.
 """
 _MOST_ITEMS_IN_ROW, _MOST_ITEMS = 5_000, 250_000
-"""Items of Earley's parser after one byte, and in a step, which takes 12 ms then. An object of 1,000 optional values
-has 4,000 after its brace.
+"""Limits on the items of Earley's parser: after one byte, and in a step, which then takes 12 ms. An object of 1,000
+optional values has 4,000 items after its brace.
 """
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _OF_VALUES = ("const", "enum", "default", "examples")
-"""Keywords of a JSON schema with schemas by name, and with values."""
+"""Keywords of a JSON schema that hold schemas by name, and keywords that hold plain values."""
 TOO_DEEP = "it is nested too deeply"
 ENDLESS = "it never ends, or only after a very long text"
 _MOST_REASON = 200
@@ -58,9 +62,8 @@ def written(kind: str, text: str) -> str:
 
 
 def start_of(vocabulary: "LLTokenizer", form: str) -> "LLMatcher":
-    """The start of a text in a form that `written` gives, with its first mask; ValueError for a form that is none.
-
-    Its time and memory have no bound: 14 GB for the multiples of 99999989.
+    """The start of a text in a grammar that `written` gives, with its first mask; ValueError for an invalid grammar.
+    Its time and memory have no bound: multiples of 99999989 take 14 GB.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -80,7 +83,7 @@ def start_of(vocabulary: "LLTokenizer", form: str) -> "LLMatcher":
 
 
 def check_forced_text(start: "LLMatcher") -> None:
-    """ValueError where the text begins with more forced bytes than any answer has."""
+    """ValueError if a text in the grammar begins with more forced bytes than any answer has."""
     if len(start.compute_ff_bytes()) > MOST_FORCED_BYTES:
         raise ValueError(ENDLESS)
     if start.is_error():
@@ -88,7 +91,9 @@ def check_forced_text(start: "LLMatcher") -> None:
 
 
 def reason(text: str) -> str:
-    """The reason in one line, of a bounded length: of what `regex` says its last one, of others the first."""
+    """A parser's error as a reason in one line of limited length: the last line of an error of `regex`, the first line
+    of others.
+    """
     if "recursion" in text and "exceeded" in text:  # as Python's and Rust's parsers of JSON say it
         return TOO_DEEP
     found = re.search("^error: (.+)$", text, re.MULTILINE)
@@ -97,7 +102,9 @@ def reason(text: str) -> str:
 
 
 def _with_characters(text: str) -> str:
-    """A grammar in GBNF with the characters that it writes by number, which llguidance's converter reads wrongly."""
+    r"""A grammar in GBNF in which characters written by number, such as `\x41`, are replaced by the characters.
+    llguidance's converter reads the numbers wrongly.
+    """
     if "::=" not in text:
         return text
 
@@ -109,9 +116,9 @@ def _with_characters(text: str) -> str:
 
 
 def check_schema(schema: Any) -> None:
-    """ValueError for what llguidance takes in a JSON schema and should not: a `multipleOf` of 0 or less, and an `$id`
-    beside a `$ref` below the root. From 2019-09 on, as llguidance reads every schema, that `$id` is what the `$ref` is
-    relative to, and before it means nothing.
+    """ValueError for a JSON schema that llguidance accepts and should not. One fault is a `multipleOf` of 0 or less.
+    The other is an `$id` beside a `$ref` below the root: from draft 2019-09 on, which llguidance assumes, the `$ref` is
+    relative to that `$id`, and in older drafts the `$id` means nothing.
     """
     is_new = isinstance(schema, dict) and "json-schema.org/draft/20" in str(schema.get("$schema"))
     for part in parts_of(schema):
@@ -121,12 +128,13 @@ def check_schema(schema: Any) -> None:
         has_both = isinstance(part.get("$ref"), str) and isinstance(part.get("$id"), str)
         if has_both and part is not schema and not is_new:
             raise ValueError(
-                f"an $id beside a $ref ({part['$ref']}), of which drafts differ; $schema names none since 2019-09"
+                f"an $id beside a $ref ({part['$ref']}), which JSON Schema's drafts read differently; name a draft of "
+                "2019-09 or later in $schema"
             )
 
 
 def parts_of(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and the schemas in it: no values, and no objects whose keys are names."""
+    """A schema and all schemas inside it, without values and without objects whose keys are names."""
     left = [schema]
     while left:
         value = left.pop()

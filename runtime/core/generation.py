@@ -1,4 +1,4 @@
-"""Results: of a run, finished sequences and where the time went; of the Python API, whole outputs and their pieces."""
+"""Results: of a run, finished sequences and times; of the Python API, whole outputs and their pieces."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from runtime.util.errors import RequestError, SpecDecError
 
 @dataclass(frozen=True)
 class Generation:
-    """Finished sequences and where the time went."""
+    """Result of a run: finished sequences, and the parts of the time."""
 
     sequences: list[Sequence]
     times: LoopTimes
@@ -28,7 +28,7 @@ class Generation:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with what had finished by then."""
+    """Exception for Ctrl-C, with the sequences that had finished."""
 
     def __init__(self, finished: Generation) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Unanswered(SpecDecError):
-    """A request could not go on, with what the others came to."""
+    """Exception for a request that failed, with the results of the other requests."""
 
     def __init__(self, error: RequestError, finished: Generation) -> None:
         super().__init__(error.message, hint=error.hint, code=error.code, **error.values)
@@ -45,13 +45,15 @@ class Unanswered(SpecDecError):
 
 @dataclass(frozen=True)
 class Work:
-    """Time taken by a number of tokens."""
+    """Seconds that a number of tokens took."""
 
     wall_s: float
     num_tokens: int
 
     def speedup_over(self, other: "Work") -> float:
-        """The other's time for a token over this one's; of wall times, where both made as many tokens."""
+        """Ratio of the other's time for a token to this time for a token. If both made as many tokens, it is the ratio
+        of wall times.
+        """
         return other.wall_s / self.wall_s * (self.num_tokens / other.num_tokens)
 
 
@@ -81,21 +83,21 @@ def _per_step(times: LoopTimes, part: str) -> float | None:
 
 @dataclass(frozen=True)
 class Output:
-    """An output of a prompt; vLLM's `CompletionOutput`."""
+    """An output of a prompt, like vLLM's `CompletionOutput`."""
 
     index: int
-    """Among the `n` outputs of its prompt."""
+    """Index among the `n` outputs of the prompt."""
     text: str | None
-    """Without end ids and what follows a stop word; None without a tokenizer."""
+    """Text without end ids, up to the stop word that ended it; None without a tokenizer."""
     token_ids: list[int]
     finish_reason: FinishReason | None
     stats: RequestStats
     logprobs: list[TokenLogprobs] | None
     """Log-probabilities of each token, if `SamplingParams.logprobs` asks for them."""
     generation_logits: Tensor | None = None
-    """`[tokens, vocab]` float32, where `SamplingParams.return_generation_logits` asks for them."""
+    """Logits [tokens, vocab] float32, if `SamplingParams.return_generation_logits` asks for them."""
     receipt: dict[str, Any] | None = None
-    """JSON object that says all the tokens follow from, where `SamplingParams.receipt` asks for it."""
+    """JSON object with everything that the tokens follow from, if `SamplingParams.receipt` asks for it."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -111,13 +113,13 @@ class RequestOutput:
     """
 
     request_id: str
-    """The prompt's place in the call, such as "0"; from `AsyncLLM`, the id that was given."""
+    """Index of the prompt in the call, as text such as "0"; with `AsyncLLM`, the id that was given."""
     prompt: str | None
-    """None where it was given as token ids."""
+    """The prompt's text; None if it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[Output]
     finished: bool = True
-    """False only from `AsyncLLM`, before the last result of a request."""
+    """True unless it is a result of `AsyncLLM` before the request's last."""
 
     @property
     def text(self) -> str | None:
@@ -153,10 +155,10 @@ class Piece:
     """Tokens that one step adds to an output. Printed, it is its text."""
 
     text: str
-    """Empty where the step's tokens end inside a character or may begin a stop word, and without a tokenizer."""
+    """Text of the tokens. Empty if they end inside a character or may begin a stop word, and without a tokenizer."""
     token_ids: list[int]
     finish_reason: FinishReason | None
-    """None but in the last piece of an output."""
+    """Reason why the output ended; None except in its last piece."""
     stats: RequestStats
     """Statistics of the request so far."""
     logprobs: Seq[TokenLogprobs] | None
@@ -166,7 +168,7 @@ class Piece:
     index: int = 0
     """Index of the output among the prompt's `n`."""
     receipt: dict[str, Any] | None = None
-    """Receipt as in `Output`, in the last piece, where `SamplingParams.receipt` asks for it."""
+    """Receipt, as in `Output`; only in the last piece, if `SamplingParams.receipt` asks for it."""
 
     def __str__(self) -> str:
         return self.text

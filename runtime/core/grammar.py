@@ -1,10 +1,11 @@
-"""Grammars of outputs: compiled for a vocabulary by llguidance, and which tokens may come next in a text.
+"""Grammars of outputs: compiled for a vocabulary by llguidance, and the tokens that may come next in a text.
 
-A grammar is part of the target's distribution, like a bias of minus infinity: what it allows at a position depends on
-the tokens before and on nothing else, so drafts change no text. An end id is allowed where the text is whole, and
-nowhere else. Where nothing can follow, the output ends without one.
+A grammar is part of the target's distribution, like a bias of minus infinity. The tokens that it allows at a position
+depend on the tokens before and on nothing else, so drafts change no text. An end id is allowed if the text is complete,
+and nowhere else. If nothing can follow, the output ends without an end id.
 
-Compiling and each position are bounded: the one in symbols, states and bytes, the other in lexer steps.
+Time and memory are limited: for compiling by a grammar's symbols, states and bytes, and for each position by lexer
+steps.
 """
 
 import os
@@ -32,25 +33,27 @@ if TYPE_CHECKING:  # a request without a grammar does not wait for it
     from llguidance import LLMatcher, LLTokenizer
 
 _MOST_COMPILED, _MOST_COMPILED_BYTES, _MOST_REFUSED = 64, 256 << 20, 128
-"""Grammars that are kept: in number and in memory, and those that cannot be used."""
+"""Numbers of compiled grammars and of their bytes that are kept, and number of refused grammars that are remembered."""
 MOST_COMPILING, _MOST_SLOW = 32, 8
-"""Grammars that threads wait for: of all, and of those that take longer than `_QUICK_S` of a core."""
+"""Grammars that threads may wait for at once: in all, and of the grammars that take longer than `_QUICK_S` seconds of a
+core.
+"""
 _QUICK_S = 0.05
 _MOST_LIVE_BYTES = 1 << 30
-"""Memory of all grammars of requests on their way."""
+"""Bytes of all grammars of running requests."""
 _STACK_BYTES = 16 << 20
 _MOST_STEP_S = 0.05
-"""Seconds of a core for a position's mask, 20 times what forms of real tools take: each token of an ambiguous grammar
-is slower than the one before, in however few items.
+"""Seconds of a core for a position's mask, 20 times the time for the grammars of real tools. Each token of an ambiguous
+grammar is slower than the one before, even with few items.
 """
 _STACK_LOCK = Lock()
 _SLOW = "its steps take too long, as an ambiguous grammar's do"
 
 
 class CompiledGrammar:
-    """A grammar that was compiled for a vocabulary of `vocab_size` ids; `form` is what it was compiled from.
+    """A grammar compiled for a vocabulary of `vocab_size` ids, from the notation `form`.
 
-    It is kept as a matcher at the start of a text, of `num_bytes` bytes, which each output copies (`start`).
+    It is kept as a matcher of `num_bytes` bytes at the start of a text; each output copies that matcher (`start`).
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Mask:
         self.allowed = allowed
         num_allowed = int(np.count_nonzero(allowed))
         self.forbids = 2 * num_allowed > len(allowed)
-        """True if the indices are those of forbidden tokens."""
+        """True if `indices` are the forbidden tokens."""
         self.indices = np.flatnonzero(~allowed if self.forbids else allowed)
 
 
@@ -95,7 +98,7 @@ if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Masks after a prefix and a draft that are being computed in a thread."""
+    """Masks after a prefix and a draft that a thread is computing."""
 
     prefix: Seq[int]
     num_tokens: int
@@ -107,38 +110,38 @@ class _Ahead:
 
 
 class Matcher:
-    """State of one request's output in its grammar. Calls may pass any tokens, but are fastest if they go on from the
-    previous ones; the prompt is no part of the text. One thread may call it, whatever `compute_ahead` has begun.
+    """State of a request's output in its grammar. The prompt is no part of the text. Calls may pass any tokens, but are
+    fastest if they continue the previous call's. One thread at a time may call it, even while `compute_ahead` is
+    working.
     """
 
     def __init__(self, grammar: CompiledGrammar, num_prompt_tokens: int, end_ids: frozenset[int]) -> None:
         self.kind = grammar.form.kind
-        """The parameter of `SamplingParams` that the grammar is from; `lark` for calls of tools."""
+        """The parameter of `SamplingParams` that the grammar comes from; `lark` for tool calls."""
         self.error: str | None = None
-        """Reason why the last position that was asked for allows nothing."""
+        """Reason why nothing is allowed at the last position."""
         self._grammar, self._num_prompt_tokens = grammar, num_prompt_tokens
         self._end_ids, self._ends = end_ids, sorted(end_ids)
         self._matcher = grammar.start()
         self._tokens: list[int] = []
         self._is_slow = False
         self._last: tuple[list[int], bytes, bool, Mask] | None = None
-        """The last position and its mask: an output's end is looked for before its next token is chosen, and within a
-        text masks do not change."""
+        """The last position and its mask. The end of an output is looked for before its next token is chosen, so each
+        mask is asked for twice.
+        """
         self._ahead: _Ahead | None = None
 
     def compute_ahead(self, prefix: Seq[int], draft_tokens: Seq[int]) -> None:
-        """Begin to compute, in a thread beside the target's step, the masks that `allowed` will soon be asked for.
-
-        These tokens must not change meanwhile. Most of the work does not hold the interpreter lock.
+        """Begin to compute the masks that `allowed` will soon be asked for, in a thread beside the target's step. These
+        tokens must not change meanwhile. Most of the work does not hold the interpreter lock.
         """
         self._wait()
         masks = _workers["masks"].submit(self._allowed, prefix, draft_tokens)
         self._ahead = _Ahead(prefix, len(prefix), list(draft_tokens), masks)
 
     def allowed(self, prefix: Seq[int], draft_tokens: Seq[int]) -> list[Mask | None]:
-        """(vocab,) masks after `prefix`, and after each token of a draft; None beyond the end or an illegal token.
-
-        Nobody asks for tokens there: the end is the output's, and the target rejects what is illegal.
+        """Masks [vocab] after `prefix`, and after each token of a draft; None after the text's end or after a forbidden
+        token. Those positions need no mask: the output has ended, or the target rejects the token.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -226,7 +229,7 @@ class Matcher:
 
     @contextmanager
     def _watched(self, num_tokens: int) -> Iterator[None]:
-        """Time of this thread alone: a busy machine ends no request."""
+        """Context that ends slow computation, by this thread's own processor time: a busy machine ends no request."""
         start = thread_time()
         yield
         self._is_slow |= thread_time() - start > _MOST_STEP_S * max(num_tokens, 1)
@@ -266,11 +269,11 @@ class Matcher:
 
 
 class Grammars:
-    """Compiler of grammars for a tokenizer and a model, which keeps the last ones. Threads may share it."""
+    """Compiler of grammars for a tokenizer and a model. It keeps the last grammars, and threads may share it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int], *, proves: bool = False) -> None:
-        """`tokenizer` as `runtime.checkpoint.tokenizer.Tokenizer`, or None. `proves`: each grammar is compiled within
-        limits in a process of its own before it is compiled here; otherwise a stranger's grammar can take all memory.
+        """`tokenizer` is a `runtime.checkpoint.tokenizer.Tokenizer`, or None. With `proves`, each grammar is first
+        compiled within limits in a process of its own; without it a stranger's grammar can take all memory.
         """
         self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
         self._proves = proves
@@ -282,7 +285,7 @@ class Grammars:
         self._live: WeakSet[CompiledGrammar] = WeakSet()
         self._num_compiling = self._num_slow = 0
         self.while_compiling: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Entered by a thread for as long as it waits for a grammar."""
+        """Context manager that a thread enters for as long as it waits for a grammar."""
 
     def close(self) -> None:
         """End the process in which grammars are compiled first."""
@@ -329,7 +332,9 @@ class Grammars:
         return found.result()
 
     def _compile_for(self, waiting: "Future[CompiledGrammar]", grammar: Grammar) -> None:
-        """Compile a grammar for all who wait for it, and keep it, or why it cannot be used."""
+        """Compile a grammar for all threads that wait for it, and keep the result: the compiled grammar, or the reason
+        why it cannot be used.
+        """
         compiled: CompiledGrammar | None = None
         error: BaseException | None = None
         why: str | None = None
@@ -389,7 +394,7 @@ class Grammars:
             self._read_vocabulary()
 
     def special_tokens(self) -> dict[str, int]:
-        """Special tokens by name, which no text in a grammar stands for; SpecDecError as for a grammar."""
+        """Special tokens by name. No text in a grammar stands for them. SpecDecError as in `compiled`."""
         with self._lock:
             vocabulary = self._read_vocabulary()
         added = self._tokenizer.added_tokens_decoder
@@ -437,7 +442,7 @@ def _start_here(vocabulary: "LLTokenizer", grammar: Grammar) -> "LLMatcher":
 
 
 def _start_aside(worker: str, vocabulary: "LLTokenizer", form: str) -> "LLMatcher":
-    """The start of a form that is known to have one, in a thread with the stack that this may take."""
+    """The start of a grammar that is known to be valid, computed in a thread with the stack that this may need."""
     with _STACK_LOCK:
         before = stack_size(_STACK_BYTES)
         start = _workers[worker].submit(start_of, vocabulary, form)
@@ -448,6 +453,6 @@ def _start_aside(worker: str, vocabulary: "LLTokenizer", form: str) -> "LLMatche
 def _refused(grammar: Grammar, why: str) -> UsageError:
     return UsageError(
         f"{grammar.name} cannot be used: {reason(why)}",
-        hint="docs/structured-output.md has what is supported",
+        hint="docs/structured-output.md lists the supported features",
         field=grammar.kind,
     )

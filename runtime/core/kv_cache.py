@@ -3,14 +3,15 @@
 `BlockManager` does the bookkeeping and never touches a tensor; `KVPool` is the memory. Blocks are found again by
 content: a trie keyed by (parent node, tokens of the block). Keys are the tokens themselves, so there are no hash
 collisions, and node ids are never used twice, so a block whose parent was overwritten can't be found by mistake.
-Sequences with a `cache_salt` have a root of their own: none of another salt finds their blocks, nor they another's.
+Sequences with a `cache_salt` have a root of their own: they find no blocks of another salt, and no other sequence finds
+theirs.
 
 Only computed tokens are ever inserted. A freed block keeps its content until it is needed for something else: being
 free and being cached are the same list, oldest first.
 
-Of keys and values in 8 bits a token's key, and its value, has a scale in each head: its largest number over the largest
-that the format has. What is stored is the nearest to a number over its scale, of two as near the even one. The CPU's
-kernel rounds in the same way.
+With 8 bits, a token's key has a scale in each head, and so has its value: its largest number divided by the largest
+number of the format. Each number is divided by its scale, and stored as the nearest number of the format; of two that
+are as near, as the even one. The CPU's kernel rounds in the same way.
 """
 
 from collections import OrderedDict
@@ -28,7 +29,7 @@ from runtime.kernels.memory import zeros
 NULL_BLOCK = 0
 _ROOT = 0
 Parent = int | str
-"""Id of a node; or a root: 0, or the salt of sequences that have one."""
+"""Parent of a node: a node's id, or a root: 0, or the salt of sequences that have a salt."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class CachedBlock:
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """Copy this block's K/V before the step that follows an admission."""
+    """Instruction to copy a block's K/V before the step that follows an admission."""
 
     source: int
     destination: int
@@ -76,17 +77,17 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match_len(self, sequence: Sequence) -> int:
-        """Number of the sequence's first tokens whose K/V are known, of those it may reuse."""
+        """Number of the sequence's first tokens whose K/V are in the cache and may be reused."""
         shared, num_matched = self._match(sequence, sequence.max_reused)
         return len(shared) * self.block_size + (num_matched[1] if num_matched else 0)
 
     def admit(self, sequence: Sequence, num_tokens: int, max_reused: int | None = None) -> list[BlockCopy] | None:
-        """Give `sequence` blocks for `num_tokens` tokens, those whose K/V are known first, of at most `max_reused`
-        where that is fewer than the sequence may reuse.
+        """Give `sequence` blocks for `num_tokens` tokens. Blocks whose K/V are known come first, for at most
+        `max_reused` tokens or the number that the sequence may reuse.
 
-        Sets its block table and `num_computed`, which stays below the number of its tokens, because the last one
-        must be computed for its logits, and lower where others' logits are wanted. Returns the copies to make, or None
-        (and changes nothing) if there are too few free blocks.
+        Sets its block table and `num_computed`. That number stays below the number of its tokens, because the last
+        token must be computed for its logits; it is lower if logits of earlier tokens are wanted. Returns the copies to
+        make, or None (and changes nothing) if there are too few free blocks.
         """
         shared, partial = self._match(sequence, sequence.max_reused if max_reused is None else max_reused)
         start = len(shared) * self.block_size
@@ -109,7 +110,9 @@ class BlockManager:
         return copies
 
     def publish(self, sequence: Sequence) -> list[tuple[int, CachedBlock]]:
-        """Insert the sequence's computed tokens; returns the blocks in which they are found, with their content."""
+        """Insert the sequence's computed tokens into the trie; returns the blocks that hold them, with
+        their content.
+        """
         found: list[tuple[int, CachedBlock]] = []
         parent = _root_of(sequence)
         for i, block in enumerate(sequence.block_table):
@@ -129,7 +132,9 @@ class BlockManager:
         return found
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give an admitted sequence the blocks it lacks for `num_tokens` tokens; False (and no change) without room."""
+        """Give an admitted sequence the blocks that it lacks for `num_tokens` tokens; False, without a change, if there
+        is no room.
+        """
         num_new = self.num_blocks_for(num_tokens) - len(sequence.block_table)
         if num_new > len(self._free):
             return False
@@ -137,7 +142,9 @@ class BlockManager:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Insert the sequence's computed tokens and free its blocks; the last ones are evicted first."""
+        """Insert the sequence's computed tokens into the trie and free its blocks. Its last blocks are
+        evicted first.
+        """
         if self._reuse:
             self.publish(sequence)
         for block in reversed(sequence.block_table):
@@ -155,7 +162,7 @@ class BlockManager:
             self._evict(block)
 
     def check_integrity(self) -> None:
-        """Assert what must always hold; for tests and debugging."""
+        """Assert the invariants of the cache; for tests and debugging."""
         assert NULL_BLOCK not in self._free and self._ref_counts[NULL_BLOCK] == 0
         for block in range(1, self.num_blocks):
             assert self._ref_counts[block] >= 0
@@ -168,11 +175,15 @@ class BlockManager:
         assert all(self._children.values()), "an empty level of the trie was kept"
 
     def holds(self, block: int, content: CachedBlock) -> bool:
-        """True if the block has still this content. Asked by any thread: what it read before the answer is right."""
+        """True if the block still has this content. Any thread may ask: if the answer is True, the bytes that it read
+        before are right.
+        """
         return self._nodes.get(block) is content
 
     def _match(self, sequence: Sequence, most: int) -> tuple[list[int], tuple[int, int] | None]:
-        """Published blocks that hold the first tokens, and one that begins with some of those that follow."""
+        """Published blocks that hold the sequence's first tokens, and a block that begins with some of the tokens that
+        follow.
+        """
         tokens = sequence.tokens
         shared, parent = self._match_prefix(tokens[: most + 1], _root_of(sequence))
         start = len(shared) * self.block_size
@@ -190,7 +201,9 @@ class BlockManager:
         return blocks, node
 
     def _find_partial_block(self, parent: Parent, tokens: Seq[int]) -> tuple[int, int] | None:
-        """(block, n): of the blocks below `parent` one that shares most first tokens with `tokens`, and how many."""
+        """(block, n): the block below `parent` that shares most first tokens with `tokens`, and the number of these
+        tokens.
+        """
         best = None
         for candidate, block in self._children.get(parent, {}).items():
             num_matched = _common_prefix_len(candidate, tokens)
@@ -199,9 +212,11 @@ class BlockManager:
         return best
 
     def _reuse_partial_block(self, source: int, num_matched: int) -> int:
-        """A block of our own that starts with the first `num_matched` tokens of `source`: itself, or one to copy to.
+        """A block of our own that starts with the first `num_matched` tokens of `source`: the source itself, or a block
+        to copy it to.
 
-        The source itself if its ref count is 0 and nothing is lost (all its tokens match), or nothing else is free.
+        The source is taken if its ref count is 0 and either all its tokens match, so that nothing is lost, or no other
+        block is free.
         """
         unheld = self._ref_counts[source] == 0
         if unheld and (num_matched == len(self._nodes[source].tokens) or len(self._free) == 1):
@@ -209,7 +224,7 @@ class BlockManager:
             self._hold(source)
             return source
         if unheld:
-            self._free.move_to_end(source)  # or the allocation could hand out what it is to be copied from
+            self._free.move_to_end(source)  # otherwise the allocation could hand out the source
         return self._allocate()
 
     def _evict(self, block: int) -> None:
@@ -251,20 +266,20 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def kv_dtype(dtype: str, algorithm: KVCacheQuantAlgo | None) -> torch.dtype:
-    """Torch dtype in which the K/V cache of a model of this dtype is stored."""
+    """Torch dtype in which the K/V cache is stored, for a model of this dtype."""
     kept: torch.dtype = getattr(torch, dtype) if algorithm is None else _QUANTIZED[algorithm]
     return kept
 
 
 class KVPool:
-    """The memory of the cache: per layer one tensor for keys and one for values.
+    """The memory of the cache: for each layer a tensor for keys and a tensor for values.
 
-    A block holds the keys of each head transposed, (num_blocks, Hk, D, block_size), and the values as they are,
-    (num_blocks, Hk, block_size, Dv): both products of attention then run along contiguous memory. Keys and values that
-    are not finite are stored as a key of NaN and a value of zeros, so that they reach only who sees them.
+    A block holds the keys of each head transposed, [num_blocks, Hk, D, block_size], and the values as they are,
+    [num_blocks, Hk, block_size, Dv]: both products of attention then run along contiguous memory. Keys and values that
+    are not finite are stored as a key of NaN and a value of zeros, so that they affect only tokens that see them.
 
-    In 8 bits (`runtime.core.kv_cache`) a third tensor has the scales of a token's keys and values in each head,
-    (num_blocks, Hk, 2, block_size) float32; that of the keys is then what is NaN.
+    With 8 bits (`runtime.core.kv_cache`) a third tensor, float32 [num_blocks, Hk, 2, block_size], has the scales of a
+    token's keys and values in each head; NaN is then stored as the scale of the keys.
     """
 
     def __init__(
@@ -281,11 +296,13 @@ class KVPool:
             self.scales = [pool(layer.num_kv_heads, 2, block_size, torch.float32) for layer in layers]
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Cache tensors of the step: keys, and values with the scales behind them."""
+        """Cache tensors of the step: keys, values and, with 8 bits, scales."""
         return self.keys, [*self.values, *self.scales]
 
     def occupy(self, blocks: range) -> None:
-        """Write all over them. Pages never written to are one page of zeros, which is read faster than memory."""
+        """Write to all these blocks once. Memory pages that were never written to share one page of zeros, which is
+        read faster than real memory.
+        """
         for pool in (*self.keys, *self.values, *self.scales):
             pool[blocks.start : blocks.stop].zero_()
 
@@ -306,7 +323,7 @@ def bytes_per_block(layers: Seq[LayerShape], block_size: int, dtype: torch.dtype
 
 
 def quantize_kv(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(..., D) finite numbers as (..., D) of `dtype`, and (...) float32 scales."""
+    """Numbers [..., D] of `dtype` from finite numbers [..., D], and float32 scales [...]."""
     largest = _LARGEST[dtype]
     scales = _scales(numbers, largest)
     over_scale = numbers.float() / scales.where(scales > 0, torch.inf).unsqueeze(-1)
@@ -324,7 +341,7 @@ def dequantize_kv(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def largest_error(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """(..., D) the largest that rounding may change each number by."""
+    """Largest error [..., D] that rounding to `dtype` may give each number."""
     scales = _scales(numbers, _LARGEST[dtype]).unsqueeze(-1)
     if dtype == torch.int8:
         return scales.expand_as(numbers) / 2
@@ -332,6 +349,8 @@ def largest_error(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def are_quantizable(numbers: Tensor) -> Tensor:
-    """(...) whether the largest of (..., D) numbers is still finite when it is multiplied by its scale again."""
+    """True, for [...] vectors of D numbers, if the largest number is still finite when it is multiplied by its scale
+    again.
+    """
     largest_again = [_scales(numbers, largest) * largest for largest in _LARGEST.values()]
     return torch.stack(largest_again).isfinite().all(0)

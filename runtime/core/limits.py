@@ -1,4 +1,4 @@
-"""Limits of an engine: each check raises SpecDecError for a request that it never could."""
+"""Limits of an engine: each check raises SpecDecError for a request that the engine can never answer."""
 
 import math
 from collections.abc import Callable
@@ -9,9 +9,8 @@ from runtime.util.errors import SpecDecError
 
 
 def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[[], int | None]) -> None:
-    """The prompt, and the prompt with its output, are no longer than what the engine was built for.
-
-    `num_positions`: those that the model has, for an error: no engine can be built for more.
+    """SpecDecError if the prompt, or the prompt with its output, is longer than the engine was built for.
+    `num_positions` is the model's number of positions, for the hint: no engine can be built for more.
     """
     num_prompt = len(request.prompt_tokens)
     if num_prompt == 0:
@@ -56,7 +55,7 @@ def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[
 
 
 def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -> None:
-    """An empty K/V cache could hold this many tokens of the request."""
+    """SpecDecError if an empty K/V cache could not hold this many tokens of the request."""
     if num_tokens > num_cache_tokens:
         raise SpecDecError(
             f"K/V cache of {num_cache_tokens} tokens is too small for {request.name}: it needs {num_tokens}",
@@ -66,7 +65,7 @@ def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -
 
 
 def check_vocabulary(request: Request, vocab_size: int) -> None:
-    """All token ids of the request are in the vocabulary, and top_k is no more than it has."""
+    """SpecDecError if a token id of the request is outside the vocabulary, or top_k exceeds the vocabulary's size."""
     ids, sampling = f"ids are 0 to {vocab_size - 1}", request.sampling
     for field, tokens, hint in (
         ("prompt", request.prompt_tokens, f"{ids}; text needs the tokenizer that the model was trained with"),
@@ -97,7 +96,7 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
 
 
 def check_draft_len(max_draft_len: int, engine_max_draft_len: int) -> None:
-    """The engine was built for drafts as long as these."""
+    """SpecDecError if drafts are longer than the engine was built for."""
     if max_draft_len > engine_max_draft_len:
         raise SpecDecError(
             f"draft length exceeds the engine's max_draft_len {engine_max_draft_len}: {max_draft_len}",

@@ -1,6 +1,6 @@
 """Token counts for a request's penalties and bans, updated token by token.
 
-A position costs what its own tokens cost, not what its whole prefix does; only tokens that occur are ever touched.
+A position costs time for its new tokens alone, not for its whole prefix, and only tokens that occur are ever touched.
 """
 
 from collections import defaultdict
@@ -18,17 +18,21 @@ NO_ENTRIES: NDArray[np.int32] = np.zeros((0, 4), np.int32)
 
 @dataclass(frozen=True)
 class Adjustments:
-    """Score adjustments at a position: `Entry` of the kernels' `cuts.h` per token, and tokens that are banned."""
+    """Score adjustments at a position: for each token an `Entry` of the kernels' `cuts.h`, and the tokens that are
+    banned.
+    """
 
     entries: NDArray[np.int32]
-    """(n, 4): token, bias (the bits of a float32), how often it occurs, and how often for occurrence penalties."""
+    """Entries [n, 4]: token, bias (the bits of a float32), number of occurrences, and number of occurrences that
+    presence and frequency penalties count.
+    """
     later: NDArray[np.int32]
-    """The same of tokens that a draft before the position has: they count, where `entries` has them too."""
+    """Entries of the tokens in the draft before the position. They replace those in `entries` for the same tokens."""
     bans: list[int]
 
 
 class Occurrences:
-    """Counts of one request; calls may pass any prefix, but are fastest if it extends the previous one."""
+    """Token counts of a request. Calls may pass any prefix, but are fastest if it extends the previous call's."""
 
     def __init__(self, params: SamplingConfig, num_prompt_tokens: int) -> None:
         self._counts = params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
@@ -43,7 +47,7 @@ class Occurrences:
             self._entry(token)[_BIAS : _BIAS + 1].view(np.float32)[0] += bias
 
     def at(self, prefix: list[int], draft_tokens: Seq[int]) -> list[Adjustments]:
-        """After `prefix`, and after each of the tokens of a draft that follows it."""
+        """Adjustments after `prefix`, and after each token of a draft that follows it."""
         self._follow(prefix)
         entries = self._entries[: len(self._slots)].copy()
         positions = [Adjustments(entries, NO_ENTRIES, self._bans())]
@@ -83,7 +87,7 @@ class Occurrences:
         return tuple(self._tokens[len(self._tokens) - num_tokens :])
 
     def _entry(self, token: int) -> NDArray[np.int32]:
-        """Its row, which is made if there is none."""
+        """The token's row, which is made if it does not exist."""
         slot = self._slots.setdefault(token, len(self._slots))
         if slot == len(self._entries):
             self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])

@@ -1,6 +1,7 @@
-"""Sampling parameters: what a Python user asks for, and what an engine does. Imports no torch.
+"""Sampling parameters: as Python users write them, and as an engine takes them. Imports no torch.
 
-`SamplingParams` has vLLM's names and defaults, and knows words; `SamplingConfig` has TensorRT-LLM's, and knows tokens.
+`SamplingParams` has vLLM's names and defaults, and texts; `SamplingConfig` has TensorRT-LLM's names and defaults, and
+tokens.
 """
 
 import dataclasses
@@ -15,49 +16,56 @@ from runtime.checkpoint.generation_config import ANY_NUMBER, DefaultField, Range
 from runtime.util.errors import UsageError
 
 Protocol = Literal["completions", "chat", "responses", "messages"]
-"""Bodies of requests: OpenAI's completions, chat and Responses, and Anthropic's Messages. A batch has the first two."""
+"""Protocols of requests' bodies: OpenAI's completions, chat and Responses, and Anthropic's Messages. A batch's requests
+are of the first two.
+"""
 _OPENAI: tuple[Protocol, ...] = ("completions", "chat", "responses")
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A command's flag with the field's name: its help, and the default shown there, if it is not the field's."""
+    """A command's flag that sets the field: its help, and the default that help shows, if that is not the field's
+    default.
+    """
 
     help: str
     shown: str | None = None
 
 
 Shapes = Literal["draw", "scores", "mask", "end", "prompt", "form"]
-"""Part of the answer that a field shapes: the draw of a sample, which greedy requests ignore; scores by the tokens
-before, greedy or not; which tokens may be chosen; the output's end; the prompt; or the form of the output's text."""
+"""Part of the answer that a field affects: the draw of a sample, which greedy requests ignore; scores that depend on
+earlier tokens, greedy or not; the set of tokens that may be chosen; the output's end; the prompt; or the form of the
+output's text.
+"""
 
 
 @dataclass(frozen=True)
 class RequestField:
-    """Everything that is known of a field of a request but its type and default, which stand in the class. From it
-    follow the checks of values, flags, bodies of requests and what they refuse, defaults of models and JSON records.
+    """Description of a request's field, without its type and default, which stand in the class.
+
+    Checks of values, flags, bodies of requests, refusals, models' defaults and JSON records are made from it.
     """
 
     help: str
     names: Mapping[Protocol, str]
-    """Its name in each protocol that has it; others refuse it unless it is `neutral`."""
+    """The field's name in each protocol that has it. The other protocols refuse it unless its value is `neutral`."""
     shapes: Shapes | None = None
     range: Range = ANY_NUMBER
     hint: str = "0 has no effect"
-    """Hint for a value out of `range`."""
+    """Hint for a value outside `range`."""
     in_body: Range | None = None
-    """Range in bodies of requests; None: `range`."""
+    """Range in bodies of requests; None for `range`."""
     most_items: int = 32
     """Most items of a list in a body."""
     neutral: tuple[Any, ...] = ()
-    """Values that ask for nothing, beside None."""
+    """Values, beside None, that ask for nothing."""
     flag: Flag | None = None
     config: str | None = None
-    """Name in `SamplingConfig`, if it is another."""
+    """Name in `SamplingConfig`, if it differs."""
     in_model: bool = False
-    """True if a model's generation_config.json may have a default for it."""
+    """True if a model's generation_config.json may have a default for the field."""
     in_every_document: bool = False
-    """False: JSON documents of former versions may lack it, which is its default."""
+    """False if JSON documents of earlier versions may lack the field; it then has its default."""
 
     @property
     def greedy_ignores(self) -> bool:
@@ -65,12 +73,12 @@ class RequestField:
 
 
 def in_all(name: str, *protocols: Protocol) -> dict[Protocol, str]:
-    """One name in these protocols; without any in OpenAI's three."""
+    """The same name in all these protocols; if none are given, in OpenAI's three."""
     return dict.fromkeys(protocols or _OPENAI, name)
 
 
 def fields_of(described: type) -> dict[str, tuple[Any, RequestField]]:
-    """The type and the description of each field of a class; TypeError for a field without one."""
+    """The type and the description of each field of a class; TypeError for a field without a description."""
     found = {}
     for name, hint in get_type_hints(described, include_extras=True).items():
         descriptions = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, RequestField)]
@@ -86,19 +94,21 @@ Mode = Literal["orchestrator", "leader"]
 
 GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
 MOST_GRAMMAR = 1 << 18
-"""Characters."""
+"""Most characters of a grammar."""
 
 
 def grammar_name(kind: str) -> str:
-    """Name of a grammar of this kind for errors: the parameter that it is from."""
+    """Name for errors of a grammar of this kind: the parameter that it comes from."""
     return "the grammar of calls" if kind == "lark" else kind
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """Form that the text of an output has: a JSON schema, a regular expression, a grammar (Lark, or llama.cpp's GBNF),
-    or a JSON list of the texts to choose from. `kind` is also the name of the parameter of `SamplingParams`; `lark` is
-    a grammar of our own making, in llguidance's notation.
+    """Form that an output's text must have: a JSON schema, a regular expression, a grammar (Lark, or llama.cpp's GBNF),
+    or a JSON list of texts to choose from.
+
+    `kind` is also the name of the parameter of `SamplingParams`; `lark` is a grammar that specdec itself writes, in
+    llguidance's notation.
     """
 
     kind: GrammarKind | Literal["lark"]
@@ -119,18 +129,19 @@ class Grammar:
 
 
 def is_greedy(temperature: float, top_k: int) -> bool:
-    """True if decoding is greedy. Colder than 1e-5, logits over temperature leave the range of float32."""
+    """True if decoding is greedy. At temperatures below 1e-5, logits divided by the temperature exceed the range of
+    float32, so that is greedy too.
+    """
     return top_k == 1 or temperature < 1e-5
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """TensorRT-LLM's names and defaults; `bad_words` and penalties see the prompt too, as there.
-
-    Without `penalize_prompt` presence and frequency count what was generated only, as OpenAI's do. `logit_bias` is
-    added to the logits of tokens, as (token, bias), before anything else. Ids that end an output cannot be chosen
-    before the output has `min_tokens` tokens, and other ids than `allowed_token_ids` never. After
-    `thinking_token_budget` tokens of thinking its end is forced, if the request knows the model's tags.
+    """TensorRT-LLM's names and defaults; `bad_words` and penalties take the prompt into account too, as in
+    TensorRT-LLM. Without `penalize_prompt`, presence and frequency penalties count generated tokens only, as OpenAI's
+    do. `logit_bias` is added to the logits of tokens, as (token, bias), before anything else. Ids that end an output
+    cannot be chosen before the output has `min_tokens` tokens, and other ids than `allowed_token_ids` never. After
+    `thinking_token_budget` tokens of thinking, the end of thinking is forced, if the request knows the model's tags.
 
     top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 1.0, min_p 0.0,
     no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range: `top_p` is
@@ -182,7 +193,9 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    """UsageError for a value that is not of the type of its field, such as `int | None` or `Sequence[str] | None`."""
+    """UsageError for a value that does not have the type of its field, such as `int | None` or
+    `Sequence[str] | None`.
+    """
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     if value is None and type(None) in kinds:
         return
@@ -201,7 +214,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def _are_biases(value: Any) -> bool:
-    """True of None too."""
+    """True for a list of (token, bias) pairs, and for None."""
     if value is None:
         return True
     return isinstance(value, Mapping) and all(
@@ -211,11 +224,11 @@ def _are_biases(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a prompt, with vLLM's names and defaults; each field's `RequestField` says the rest.
+    """Sampling parameters of a prompt, with vLLM's names and defaults; each field's `RequestField` describes it.
 
-    Without a `seed` every call draws one. A `repetition_penalty` or `no_repeat_ngram_size` of None is the model's own
-    (`runtime.checkpoint.generation_config`). `logprobs` are by the model's own logits, before any penalty or cut.
-    UsageError if a value is out of range.
+    Without a `seed` every call draws a new seed. A `repetition_penalty` or `no_repeat_ngram_size` of None is the
+    model's own (`runtime.checkpoint.generation_config`). `logprobs` are computed from the model's own logits, before
+    any penalty or cut. UsageError if a value is out of range.
     """
 
     n: Annotated[
@@ -448,7 +461,7 @@ class SamplingParams:
 
     @property
     def output_grammar(self) -> Grammar | None:
-        """The grammar of the output, if there is one; UsageError for two, or for one that is not of its form."""
+        """The grammar of the output; None if there is none. UsageError for two grammars, or for an invalid one."""
         given: dict[GrammarKind, Any] = {
             "json_schema": self.json_schema,
             "regex": self.regex,
@@ -470,7 +483,9 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def config(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingConfig:
-        """The same for an engine; `bad_words` as tokens. Without a seed it is 0, and what is left to a model is off."""
+        """The same parameters for an engine, with `bad_words` as tokens. Without a seed it is 0; values that are left
+        to the model are off.
+        """
         values = {field.config or name: getattr(self, name) for name, (_, field) in FIELDS.items()}
         given = {name: value for name, value in values.items() if name in _CONFIG_NAMES and value is not None}
         given |= {"bad_words": bad_words, "top_k": 0 if self.top_k == -1 else self.top_k}
@@ -482,7 +497,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class AnswerParams:
-    """Fields of a request that say how it is read and answered, and shape no token's choice."""
+    """Fields of a request that decide how it is read and answered, and that affect no token's choice."""
 
     return_token_ids: Annotated[
         bool,
@@ -508,23 +523,23 @@ MODEL_DEFAULTS = {
     for name, (hint, field) in FIELDS.items()
     if field.in_model
 }
-"""Fields for which a model's generation_config.json may have a default; of whole numbers by the range of bodies."""
+"""Fields for which a model's generation_config.json may have a default. Whole numbers have the range of bodies."""
 _CONFIG_NAMES = frozenset(one.name for one in dataclasses.fields(SamplingConfig))
 GREEDY = SamplingConfig()
 
 
 def names_in(protocol: Protocol) -> dict[str, str]:
-    """Field -> its name in bodies of the protocol, if that has it."""
+    """Field -> its name in bodies of the protocol, if the protocol has it."""
     return {name: field.names[protocol] for name, (_, field) in REQUEST_FIELDS.items() if protocol in field.names}
 
 
 def config_fields(*shapes: Shapes) -> list[str]:
-    """Names in `SamplingConfig` of the fields that shape these."""
+    """Names in `SamplingConfig` of the fields that affect these parts of the answer."""
     return [field.config or name for name, (_, field) in FIELDS.items() if field.shapes in shapes]
 
 
 def _grammar_text(kind: GrammarKind, value: Any) -> str:
-    """The text of a `Grammar`; UsageError for a value of another form."""
+    """The text of a `Grammar`; UsageError for a value that does not have the kind's form."""
     form = "a text that is not empty"
     if kind == "choice":
         form = "a list of texts, none of them empty"

@@ -1,7 +1,7 @@
-"""The nouns of generation: what was asked, the sequence that answers it, drafts and verdicts.
+"""The nouns of generation: the request, the sequence that answers it, drafts and verdicts.
 
-A sequence is its tokens plus one number, `num_computed`: tokens below it have valid K/V. Everything a step
-does is to shrink the tail beyond it, and rejecting a draft is to leave `num_computed` where it was.
+A sequence is its tokens plus one number, `num_computed`: tokens below it have valid K/V. A step only shortens the tail
+of tokens beyond that number, and to reject a draft is to leave `num_computed` as it was.
 """
 
 from collections.abc import Sequence as Seq
@@ -22,7 +22,7 @@ from runtime.core.thinking import Thinking, ThinkingBudget
 
 
 class StopCheck(Protocol):
-    """Finds stop words in generated tokens; owned by code that knows the tokenizer."""
+    """Finds stop words in generated tokens; made by code that knows the tokenizer."""
 
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """True if the last of `tokens` completed a stop word."""
@@ -30,7 +30,7 @@ class StopCheck(Protocol):
 
 
 class Decode(Protocol):
-    """Text of generated tokens; owned by code that knows the tokenizer."""
+    """Gives the text of generated tokens; made by code that knows the tokenizer."""
 
     def __call__(self, tokens: list[int], /) -> str: ...
 
@@ -51,44 +51,50 @@ class Request:
     return_index: int = 0
     keep_logits: bool = False
     num_logprobs: int | None = None
-    """Log-probabilities of this many best tokens are kept for each generated token, and its own; None: none are."""
+    """Number of most probable tokens whose log-probabilities are kept at each generated token, beside the token's own;
+    None to keep none.
+    """
     num_prompt_logprobs: int | None = None
-    """The same for each token of the prompt after the first."""
+    """The same number for each token of the prompt after the first."""
     grammar: CompiledGrammar | None = None
-    """Form that the text of the output has."""
+    """Form that the output's text must have."""
     thinking: Thinking | None = None
-    """The model's thinking, if there is a budget for it."""
+    """The model's tags of thinking, if thinking has a budget."""
     text_start: int | None = None
-    """Place in the tokens where the output begins, if not after the prompt: a prompt may hold a part of an output."""
+    """Index of the output's first token, if it is not the first after the prompt: a prompt may contain the beginning of
+    the output.
+    """
     label: str | None = None
     """User's name for the request, such as a row of a file."""
     shows_special_tokens: bool = False
-    """True if the output's text has special tokens, such as `<think>`."""
+    """True if the output's text shows special tokens, such as `<think>`."""
     shows_stop: bool = False
     """True if the output's text keeps the stop word, or the shown end id, that ended it."""
     wants_receipt: bool = False
     """True if the output has a receipt (`runtime.proof`)."""
     cache_salt: str | None = None
-    """Name of the request's owner. A request finds keys, values, earlier outputs and old answers of requests with the
-    same name alone; None is the owner of all requests without a name.
+    """Name of the request's owner. A request finds only keys, values, earlier outputs and old answers of requests with
+    the same name; all requests without a name have the owner None.
     """
     scopes: tuple[Scope, ...] = ()
     """Scopes of the request's output beside its owner, the most specific first: a tool before a system prompt."""
     decode: Decode | None = None
-    """Makes the text of an output, in which the names of called tools are looked for; None: none are."""
+    """Function for the text of an output, in which names of called tools are looked for; None if they are not looked
+    for.
+    """
 
     @property
     def name(self) -> str:
-        """Name for errors."""
+        """Name of the request for errors."""
         return self.label or f"request {self.id}"
 
     def with_prompt(self, request_id: int, prompt_tokens: Seq[int], return_index: int = 0) -> "Request":
-        """The same asked of another prompt."""
+        """The same request with another prompt."""
         return replace(self, id=request_id, prompt_tokens=tuple(prompt_tokens), return_index=return_index)
 
     @property
     def output_start(self) -> int:
-        """Place in the tokens where the output begins."""
+        """Index of the token at which the output begins."""
         return len(self.prompt_tokens) if self.text_start is None else self.text_start
 
     @property
@@ -97,7 +103,9 @@ class Request:
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of each token from its row of (num_tokens, vocab) logits, and of the `num_top` best."""
+    """Log-probabilities of each token and of the `num_top` most probable, from logits [tokens, vocab], a row for each
+    token.
+    """
     num_top, chosen = min(num_top, logits.shape[-1]), torch.tensor(tokens)
     if have_kernels(logits):
         own, ids, values = torch.ops.specdec.logprobs(logits, chosen, num_top)
@@ -113,20 +121,24 @@ def token_logprobs(logits: Tensor, tokens: Seq[int], num_top: int) -> list[Token
 
 @dataclass(frozen=True)
 class Draft:
-    """One proposal for one sequence in one step."""
+    """A proposal of tokens for a sequence in a step."""
 
     tokens: list[int]
     probs: Tensor | None = None
-    """(draft_len, vocab) float64, the distribution each token was drawn from; None: a lookup, one-hot."""
+    """Distributions [draft_len, vocab] float64 that the tokens were drawn from; None for tokens that were not drawn, as
+    a lookup's.
+    """
     match_len: int = field(default=0, compare=False)
-    """Tokens of the pattern whose continuation this is: a lookup's confidence. 0: not a lookup."""
+    """Number of tokens of the pattern that these tokens continue, which shows how sure a lookup is; 0 for other
+    drafters.
+    """
     survivals: list[float] | None = field(default=None, compare=False)
-    """P(at least 1 accepted), P(at least 2 accepted), ..., where the drafter has learned how often it is right."""
+    """P(at least 1 accepted), P(at least 2 accepted), ..., if the drafter has learned how often it is right."""
     num_predicted: int = field(default=0, compare=False)
-    """Tokens at its start that come from the output which the request predicts."""
+    """Number of first tokens that come from the output that the request predicts."""
 
     def cut(self, max_len: int) -> "Draft":
-        """The first `max_len` tokens. A length that does not depend on the tokens leaves verification exact."""
+        """The first `max_len` tokens. Verification stays exact if that length does not depend on the tokens."""
         if len(self.tokens) <= max_len:
             return self
         probs = None if self.probs is None else self.probs[:max_len]
@@ -143,12 +155,12 @@ class VerifyResult:
     num_accepted: int
     next_token: int
     logits: Tensor | None = field(default=None, compare=False)
-    """(num_accepted + 1, vocab) the target's own, where the request keeps them."""
+    """The target's own logits [num_accepted + 1, vocab], if the request keeps them."""
 
 
 @dataclass
 class Sequence:
-    """A request in flight; finished, it is the result."""
+    """A request that is being answered, or, once it is finished, its result."""
 
     request: Request
     tokens: list[int]
@@ -157,25 +169,27 @@ class Sequence:
     stats: RequestStats = field(default_factory=RequestStats)
     finish_reason: FinishReason | None = None
     error: NoValidToken | None = None
-    """Why it cannot go on."""
+    """Reason why the request cannot be continued."""
     logits: list[Tensor] = field(default_factory=list)
-    """Generation logits, if requested: (vocab,) float32 on the CPU, per generated token."""
+    """Generation logits, if requested: for each generated token float32 [vocab] on the CPU."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities per generated token, if requested."""
+    """Log-probabilities for each generated token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities per prompt token after the first, if requested."""
+    """Log-probabilities for each prompt token after the first, if requested."""
     state_slot: int = 0
-    """Slot of the states of layers without attention; 0: none."""
+    """Slot of the states of layers without attention; 0 if there is none."""
     is_drawn_by_probs: bool = False
-    """True once a draft was verified by probabilities: the output is no function of the request's noise alone."""
+    """True once a draft was verified by probabilities: the output then depends on more than the request's noise."""
     shared_len: int = 0
-    """Tokens that begin another sequence too, whose state is to be kept once they are computed; 0: none."""
+    """Number of first tokens that another sequence begins with too. The state after them is kept once they are
+    computed; 0 for none.
+    """
     kept_states: dict[int, bytes] = field(default_factory=dict)
-    """States after so many of its tokens, on their way to disk."""
+    """States after certain numbers of its tokens, waiting to be written to disk."""
     unread: list[Record] = field(default_factory=list)
-    """Records of its next tokens on disk, which are read before it is stepped."""
+    """Records on disk with its next tokens, which are read before its next step."""
     num_saved: int = 0
-    """Its whole blocks that were given to the disk."""
+    """Number of its whole blocks that were handed over to be written to disk."""
 
     @classmethod
     def start(cls, request: Request) -> "Sequence":
@@ -194,7 +208,9 @@ class Sequence:
         return sampler
 
     def _budget(self) -> ThinkingBudget | None:
-        """The budget for thinking. A form of the whole output leaves no room for it; our own have it before them."""
+        """The budget for thinking; None if the output's grammar leaves no room for thinking. Grammars that specdec
+        writes for tool calls leave room.
+        """
         request, budget = self.request, self.request.sampling.thinking_token_budget
         is_form = request.grammar is not None and request.grammar.form.kind != "lark"
         if request.thinking is None or budget is None or is_form:
@@ -215,7 +231,9 @@ class Sequence:
 
     @property
     def max_reused(self) -> int:
-        """Tokens whose K/V may be found instead of computed: what is scored needs its logits."""
+        """Number of first tokens whose K/V may be reused. Prompt tokens that are scored must be computed for their
+        logits.
+        """
         return len(self.prompt_logprobs) if self.num_unscored else len(self.tokens) - 1
 
     @property
@@ -228,7 +246,9 @@ class Sequence:
 
     @property
     def max_draft_len(self) -> int:
-        """Tokens a draft may have: the target adds a token of its own to whatever it accepts, within the budget."""
+        """Most tokens that a draft may have: the target adds a token of its own to the accepted ones, within the
+        budget.
+        """
         return max(self.num_remaining - 1, 0)
 
     @property
@@ -236,10 +256,9 @@ class Sequence:
         return self.tokens[len(self.request.prompt_tokens) :]
 
     def commit(self, draft: Draft, verdict: VerifyResult) -> list[int]:
-        """Append the accepted tokens and the target's own, cut where generation ends, and count.
-
-        The cut is looked for token by token (end id, then stop word, then budget), so that tokens, K/V and
-        counters end at the same place. Returns the tokens that were kept.
+        """Append the accepted tokens and the target's own token, cut where generation ends, and count them. The end is
+        looked for token by token (end id, then stop word, then budget), so that tokens, K/V and counters end at the
+        same place. Returns the tokens that were kept.
         """
         start = len(self.tokens)
         for token in [*draft.tokens[: verdict.num_accepted], verdict.next_token]:
@@ -260,7 +279,7 @@ class Sequence:
         return new_tokens
 
     def _keep(self, logits: Tensor, tokens: list[int]) -> None:
-        """Store the requested parts of (num_tokens, vocab) logits; row i is the one that token i was chosen from."""
+        """Store the requested parts of logits [tokens, vocab]; token i was chosen from row i."""
         if self.request.keep_logits:
             self.logits.extend(logits.to("cpu", torch.float32, copy=True))
         if self.request.num_logprobs is not None:

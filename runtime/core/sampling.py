@@ -1,13 +1,13 @@
-"""Sampling of a request: the distribution its parameters make of the target's logits, and draws from it.
+"""Sampling: the distribution that a request's parameters make from the target's logits, and draws from it.
 
 A draw is a function of (random_seed, prompt, return_index, position) and of nothing else. So the same request gets the
-same text with any drafter or none, in any batch, with K/V found or computed again. A token is chosen as the argmax of
-scores and Gumbel noise, which makes it a sample; a draft model that uses the same noise chooses the same token almost
-as often as their distributions allow (Daliri et al., arXiv 2408.07978). Noise is a function of the position and of the
-token, so that none is needed for what penalties, bans and cuts have left out.
+same text with any drafter or none, in any batch, with K/V found or computed again. The chosen token is the argmax of
+scores plus Gumbel noise, which is a sample. A draft model that uses the same noise chooses the same token almost as
+often as their distributions allow (Daliri et al., arXiv 2408.07978). Noise is a function of the position and of the
+token, so it need not be computed for tokens that penalties, bans and cuts have excluded.
 
-On a CPU the kernels choose (`csrc/sampling.cpp`), at all positions of a step side by side; elsewhere transformers' own
-processors do, one position after the other.
+On a CPU the kernels choose (`csrc/sampling.cpp`), for all positions of a step at once. Elsewhere transformers' own
+processors do, position by position.
 """
 
 import hashlib
@@ -47,11 +47,11 @@ _FORBIDDING = (
     "allowed_token_ids",
     "thinking_token_budget",
 )
-"""Fields of `SamplingConfig` that can leave no token."""
+"""Fields of `SamplingConfig` that can forbid all tokens."""
 
 
 class NoValidToken(SpecDecError):
-    """No token can be chosen at a position, whatever is drafted."""
+    """Exception: no token can be chosen at a position, whatever is drafted."""
 
     def __init__(
         self, position: int, message: str, *, hint: str, code: str | None = None, field: str | None = None
@@ -93,9 +93,8 @@ def out_of_grammar(position: int, kind: str, reason: str) -> NoValidToken:
 
 
 class OccurrencePenalty:
-    """Subtracts `presence` from the score of a token that occurred, and `frequency` for each time it did.
-
-    Tokens before `start` are not looked at.
+    """Subtracts `presence` from the score of each token that has occurred, and `frequency` for each time it has. Tokens
+    before `start` are not counted.
     """
 
     def __init__(self, presence: float, frequency: float, start: int = 0) -> None:
@@ -108,7 +107,7 @@ class OccurrencePenalty:
 
 
 class LogitBias:
-    """Adds to the scores of tokens what (token, bias) pairs say."""
+    """Adds the biases of (token, bias) pairs to the scores of their tokens."""
 
     def __init__(self, biases: Seq[tuple[int, float]]) -> None:
         self.tokens = torch.tensor([token for token, _ in biases])
@@ -120,9 +119,8 @@ class LogitBias:
 
 
 class TopP:
-    """transformers' `TopPLogitsWarper`, whose sort leaves open which of equal scores comes first; here the first does.
-
-    So of equal ones at the cut the last are kept.
+    """transformers' `TopPLogitsWarper` with a stable sort: of tokens with equal scores at the cut, the ones with the
+    largest ids are kept. transformers' sort leaves open which.
     """
 
     def __init__(self, top_p: float) -> None:
@@ -141,9 +139,8 @@ def has_penalties(params: SamplingConfig) -> bool:
 
 
 def penalties(params: SamplingConfig, num_prompt_tokens: int = 0) -> list[Processor]:
-    """Biases, and what depends on the tokens before, in the order of transformers' `generate`.
-
-    It has no occurrence penalty.
+    """Biases, and processors that depend on earlier tokens, in the order of transformers' `generate`. transformers
+    itself has no occurrence penalty.
     """
     if not has_penalties(params):
         return []  # before transformers is imported, which plain requests do not need
@@ -167,7 +164,7 @@ def penalties(params: SamplingConfig, num_prompt_tokens: int = 0) -> list[Proces
 
 
 def warpers(params: SamplingConfig) -> list[Processor]:
-    """Processors that shape the distribution, in the order of transformers' `generate`; none for greedy requests."""
+    """Processors that cut the distribution, in the order of transformers' `generate`; none for greedy requests."""
     if params.is_greedy:
         return []
     from transformers.generation.logits_process import (
@@ -192,8 +189,8 @@ class Choosable:
     """Sets logits to -inf at a position: of end ids before an output has `min_tokens` tokens, and of all tokens but
     `allowed_token_ids`. It depends on the position alone, so a draft changes nothing.
 
-    With a prompt of 4 tokens and `min_tokens` 2, the end ids are out at positions 4 and 5, and come back at 6. Where a
-    grammar leaves nothing but end ids, they may be chosen all the same: nothing else can follow.
+    With a prompt of 4 tokens and `min_tokens` 2, the end ids are out at positions 4 and 5, and come back at 6. If a
+    grammar leaves only end ids, they may be chosen all the same, since nothing else can follow.
     """
 
     def __init__(self, params: SamplingConfig, num_prompt_tokens: int, end_ids: Collection[int] = ()) -> None:
@@ -203,10 +200,10 @@ class Choosable:
         self._first_end = num_prompt_tokens + params.min_tokens if len(self._ends) else 0
         self.is_all = self._allowed is None and self._first_end <= num_prompt_tokens
         self.emptied: set[int] = set()
-        """Positions at which the model has a choice and the request leaves none."""
+        """Positions at which the model's logits allow tokens and the request forbids all of them."""
 
     def apply(self, position: int, logits: Tensor, *, in_grammar: bool = False) -> None:
-        """Change [vocab] logits of a position, in place."""
+        """Change the logits [vocab] of a position, in place."""
         if self.is_all:
             return
         before = float(logits.max())
@@ -226,7 +223,7 @@ class Choosable:
 
 
 class Sampler:
-    """Chooses the tokens of one request. Identical requests choose alike unless their `return_index` differs."""
+    """Chooses the tokens of a request. Identical requests get the same tokens unless their `return_index` differs."""
 
     def __init__(
         self,
@@ -238,9 +235,9 @@ class Sampler:
     ) -> None:
         self.is_greedy = params.is_greedy
         self.matcher = matcher
-        """State in the grammar of the output, if it has one."""
+        """State of the output in its grammar; None without a grammar."""
         self.budget: ThinkingBudget | None = None
-        """Budget for thinking, if there is one."""
+        """Budget for thinking; None without one."""
         self._params, self._num_prompt_tokens = params, len(prompt_tokens)
         self._choosable = Choosable(params, len(prompt_tokens), end_ids)
         identity = repr((params.random_seed, return_index, tuple(prompt_tokens)))
@@ -261,7 +258,7 @@ class Sampler:
 
     @cached_property
     def _occurrences(self) -> Occurrences | None:
-        """None where a choice depends on nothing but the logits."""
+        """Token counts; None if choices depend on the logits alone."""
         return Occurrences(self._params, self._num_prompt_tokens) if has_penalties(self._params) else None
 
     def adjustments(self, prefix: list[int], draft_tokens: Seq[int]) -> Iterable[Adjustments]:
@@ -289,7 +286,7 @@ class Sampler:
 
     @property
     def is_held(self) -> bool:
-        """True if what may come next depends on the tokens before: by a grammar, or a budget for thinking."""
+        """True if a grammar or a budget for thinking decides which tokens may come next."""
         return self.matcher is not None or self.budget is not None
 
     def num_legal(self, prefix: Seq[int], draft_tokens: Seq[int]) -> int:
@@ -298,7 +295,7 @@ class Sampler:
         return num if self.budget is None else self.budget.num_legal(prefix, draft_tokens[:num])
 
     def forced(self, prefix: Seq[int], drafted: Seq[int]) -> list[int]:
-        """The tokens that must come after `prefix` and a draft; empty where there is a choice."""
+        """The tokens that must follow `prefix` and a draft; empty if there is a choice."""
         if self.budget is not None and (tokens := self.budget.forced(prefix, drafted)):
             return tokens
         return [] if self.matcher is None else self.matcher.forced(prefix, drafted)
@@ -321,9 +318,8 @@ class Sampler:
         return 0 if self.is_greedy else self._number(position, "noise")
 
     def scores(self, prefix: list[int], logits: Tensor) -> Tensor:
-        """(vocab,) float32 after penalties, bans and cuts; -inf for what cannot be chosen. `logits` is (vocab,).
-
-        NoValidToken if nothing can. Of logits -inf is one that is never chosen.
+        """Scores float32 [vocab] after penalties, bans and cuts, from `logits` [vocab]; -inf for tokens that cannot be
+        chosen. NoValidToken if no token can be chosen. A logit of -inf is never chosen.
         """
         if have_kernels(logits):
             kept: tuple[Tensor, Tensor] = torch.ops.specdec.scores(
@@ -344,7 +340,7 @@ class Sampler:
         return scores[0]
 
     def probs(self, prefix: list[int], logits: Tensor) -> Tensor:
-        """(vocab,) float64 distribution of the token after `prefix`; one-hot for a greedy request."""
+        """Distribution float64 [vocab] of the token after `prefix`; one-hot for a greedy request."""
         scores = self.scores(prefix, logits)
         if self.is_greedy:
             return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()
@@ -354,22 +350,24 @@ class Sampler:
         return torch.from_numpy(probs).to(scores.device)
 
     def choose(self, prefix: list[int], logits: Tensor) -> int:
-        """The request's own token after `prefix`: the argmax, or a sample that depends on nothing but the position."""
+        """The request's own token after `prefix`: the argmax, or a sample whose noise depends on the position alone."""
         return next(iter(choose_all([Positions(self, prefix, [], logits[None])])[0]))
 
     @property
     def looks_back(self) -> bool:
-        """True if a choice depends on the tokens before, and not only on the logits and the position."""
+        """True if a choice depends on earlier tokens, and not only on the logits and the position."""
         return self.is_held or self._occurrences is not None
 
     def choose_each(self, prefix: list[int], logits: Tensor) -> Iterator[int]:
-        """Tokens at the positions from `prefix` on by [positions, vocab] logits, if no choice looks back."""
+        """Tokens at the positions from `prefix` on, from logits [positions, vocab]; only for requests whose choices do
+        not look back.
+        """
         places = [Positions(self, [*prefix, *[0] * i], [], row[None]) for i, row in enumerate(logits)]
         for chosen in choose_all(places):
             yield next(chosen)
 
     def ranking(self, prefix: list[int], logits: Tensor) -> Tensor:
-        """(vocab,) what `choose` takes the largest of: scores, with the position's noise unless greedy."""
+        """Scores [vocab], with the position's noise unless the request is greedy; `choose` takes the largest."""
         scores = self.scores(prefix, logits)
         if self.is_greedy:
             return scores
@@ -379,9 +377,8 @@ class Sampler:
         return torch.from_numpy(ranking).to(scores.device)
 
     def choices(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor) -> Iterator[int]:
-        """The request's own tokens after `prefix` and each token of a draft; `logits` is (draft_len + 1, vocab).
-
-        One after the other, as they are asked for, without the kernels.
+        """The request's own tokens after `prefix` and after each token of a draft, from `logits` [draft_len + 1,
+        vocab]. Without the kernels each token is computed when it is asked for.
         """
         if self.is_greedy and not has_penalties(self._params):
             yield from self._argmaxes(prefix, self.legal(prefix, draft_tokens, logits))
@@ -392,7 +389,7 @@ class Sampler:
             prefix += [] if next_token is None else [next_token]
 
     def _argmaxes(self, prefix: list[int], logits: Tensor) -> Iterator[int]:
-        """Argmax of each row, on a CPU by NumPy: torch looks at one number after the other."""
+        """Argmax of each row. On a CPU NumPy computes it: torch takes the numbers one after another."""
         if logits.device.type == "cpu":
             rows = logits.float().numpy()
             tokens = rows.argmax(axis=-1).tolist()
@@ -407,31 +404,32 @@ class Sampler:
             yield token
 
     def draft_uniform(self, position: int, start: int) -> float:
-        """Uniform number for drawing a draft's token; it differs between drafts, which begin at position `start`.
-
-        What was drafted before, and rejected, may decide whether and how much is drafted now (`runtime.drafters`): were
-        its numbers used again, drafts would not follow their distribution.
+        """Uniform number for drawing a draft's token; it differs between drafts that begin at different positions
+        `start`. Tokens that were drafted before and rejected may decide whether and how much is drafted now
+        (`runtime.drafters`). If their random numbers were used again, drafts would not follow their distribution.
         """
         return self.uniform(position, f"draft from {start}")
 
     def accept_uniform(self, position: int, start: int) -> float:
-        """Uniform number for accepting a draft's tokens before `position`; like a draft's, for the same reason."""
+        """Uniform number for accepting the tokens before `position` of a draft that begins at `start`. It differs
+        between drafts, for the same reason as `draft_uniform`.
+        """
         return self.uniform(position, f"accept from {start}")
 
     def uniform(self, position: int, purpose: str) -> float:
-        """Uniform number in [0, 1), the same for the same arguments. 52 bits: times a sum of probabilities it stays
-        below the sum.
+        """Uniform number in [0, 1), the same for the same arguments. It has 52 bits, so that its product with a sum of
+        probabilities stays below the sum.
         """
         return (self._number(position, purpose) >> 12) * 2.0**-52
 
     def _number(self, position: int, purpose: str) -> int:
-        """64 bits."""
+        """64 random bits, the same for the same arguments."""
         digest = hashlib.blake2b(f"{position} {purpose}".encode(), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
 
 def _apply_mask(mask: Mask, logits: Tensor) -> None:
-    """Set (vocab,) logits to -inf where they are not allowed, by functions for which torch wakes no threads."""
+    """Set logits [vocab] of forbidden tokens to -inf, by functions for which torch wakes no threads."""
     indices = torch.from_numpy(mask.indices).to(logits.device)
     if mask.forbids:
         logits.index_fill_(0, indices, -math.inf)
@@ -441,8 +439,8 @@ def _apply_mask(mask: Mask, logits: Tensor) -> None:
 
 
 def apply_rule(rule: Rule, logits: Tensor) -> None:
-    """Leave in (vocab,) logits only the forced token, or all but the forbidden ones. What a grammar has left is never
-    emptied.
+    """Leave only the forced token in logits [vocab], or all but the forbidden ones. If a grammar allows none of the
+    rest, its tokens are left.
     """
     if rule.unfinished is not None:
         logits[: len(rule.unfinished)].masked_fill_(torch.from_numpy(rule.unfinished).to(logits.device), -math.inf)
@@ -456,7 +454,7 @@ def apply_rule(rule: Rule, logits: Tensor) -> None:
 
 
 def _left(scores: Tensor) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """Scores of the tokens that can be chosen, and which they are; by NumPy: torch's threads take longer to come."""
+    """Scores and ids of the tokens that can be chosen; by NumPy, since waking torch's threads takes longer."""
     numbers = scores.cpu().numpy()
     left = np.flatnonzero(np.isfinite(numbers))
     return numbers[left].astype(np.float64), left
@@ -464,15 +462,15 @@ def _left(scores: Tensor) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of one request at which it is to choose: after a prefix, and after each token of a draft."""
+    """Positions at which a request chooses tokens: after a prefix, and after each token of a draft."""
 
     sampler: Sampler
     prefix: list[int]
     draft_tokens: Seq[int]
     logits: Tensor
-    """(draft_len + 1, vocab)"""
+    """Logits [draft_len + 1, vocab]."""
     is_spare: bool = False
-    """True if the logits may be overwritten: a copy takes longer than what a grammar changes."""
+    """True if the logits may be overwritten: a copy takes longer than applying a grammar."""
 
     @property
     def legal_logits(self) -> Tensor:
@@ -481,9 +479,8 @@ class Positions:
 
 
 def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
-    """Choose each request's tokens at its positions; behind the first that its draft does not have some may be missing.
-
-    NoValidToken comes when the first is asked for that has none.
+    """Choose each request's tokens at its positions. After the first token that differs from the draft, tokens may be
+    missing. NoValidToken is raised when the token of a position without a choice is asked for.
     """
     if not all(have_kernels(positions.logits) for positions in asked):
         return [one.sampler.choices(one.prefix, one.draft_tokens, one.logits) for one in asked]
@@ -511,7 +508,7 @@ def have_kernels(logits: Tensor) -> bool:
 
 
 def kernel_arguments(asked: Seq[Positions]) -> tuple[list[Tensor], *tuple[Tensor, ...]]:
-    """Arguments of the kernels."""
+    """Arguments of the kernels for these positions."""
     keys, bounds, bans = list[int](), list[tuple[int, ...]](), list[int]()
     entries, num_entries = list[NDArray[np.int32]](), 0
     for one in asked:
@@ -539,9 +536,8 @@ def kernel_arguments(asked: Seq[Positions]) -> tuple[list[Tensor], *tuple[Tensor
 
 
 def draw(weights: Tensor, uniform: float) -> int:
-    """Inverse CDF of (vocab,) float64 weights, which need not add up to one. Never a token of weight zero.
-
-    On the CPU, whose sums never decrease; a GPU adds them up in parallel.
+    """Index drawn by `uniform` from weights float64 [vocab], which need not add up to one (inverse CDF). A weight of
+    zero is never drawn. The sum is computed on the CPU, where it never decreases; a GPU adds up in parallel.
     """
     sums = weights.cpu().cumsum(dim=-1)
     total = float(sums[-1])
@@ -559,9 +555,9 @@ def _apply(processors: Iterable[Processor], prefix: Tensor, scores: Tensor) -> T
 def gumbel(key: int, tokens: NDArray[np.uint32]) -> NDArray[np.float64]:
     """Gumbel noise of each token, from the 64 bits of its position's key: -log(-log(1 - v)) for 52-bit v in (0, 1).
 
-    `noise.h` of the kernels computes the same: integers are exact, and of the logarithms, which two libraries may round
-    differently, a last bit decides only between two tokens whose scores and noise are equal to 15 digits.
-    Small v are large noise, and where v is small it is finest: probabilities down to 1e-15 are drawn with.
+    `noise.h` of the kernels computes the same. Integers are exact. Two libraries may round the last bit of a logarithm
+    differently, but that decides only between two tokens whose scores and noise are equal to 15 digits. Small v give
+    large noise, and steps of v are finest there, so probabilities down to 1e-15 are drawn correctly.
     """
     first, second = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
     upper, lower = _bits(tokens, first, second), _bits(tokens, second, first)
@@ -571,14 +567,14 @@ def gumbel(key: int, tokens: NDArray[np.uint32]) -> NDArray[np.float64]:
 
 
 def _bits(tokens: NDArray[np.uint32], first: np.uint32, second: np.uint32) -> NDArray[np.uint32]:
-    """32 bits of each token by the halves of the key; with the halves exchanged, 32 others."""
+    """32 bits for each token, from the halves of the key; with the halves exchanged, 32 other bits."""
     return _mixed(_mixed(tokens ^ first) ^ second)
 
 
 def _mixed(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """A permutation of 32 bits of which each bit changes every bit of the result about half the time.
+    """A permutation of 32-bit numbers: changing one bit of x changes every bit of the result about half the time.
 
-    Two rounds of shifting and multiplying, with the constants that Wellons' search found to be least biased
+    It has two rounds of shifting and multiplying, with the constants that Wellons' search found to be least biased
     (github.com/skeeto/hash-prospector).
     """
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x21F0AAAD)

@@ -1,7 +1,7 @@
-"""Scopes of a request: what its output has in common with other outputs, such as the tools that it may call.
+"""Scopes of a request: things that its output shares with other outputs, such as the tools that it may call.
 
-Pools of earlier outputs are kept by scope (`runtime.drafters.pools`). Every request has the scope of its owner; the
-others are made of its body. A scope is known by a digest, so no text is kept for it.
+Pools of earlier outputs are kept by scope (`runtime.drafters.pools`). Every request has its owner as a scope; other
+scopes are made from its body. A scope is identified by a digest, so no text is kept for it.
 """
 
 import hashlib
@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args
 
 ScopeKind = Literal["tool", "schema", "system", "owner"]
 KINDS: tuple[ScopeKind, ...] = get_args(ScopeKind)
-"""The most specific first."""
+"""Kinds of scopes, the most specific first."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """`name` is a tool's: an output belongs to the tools whose names are in its text."""
+    """A scope. `name` is a tool's name: an output belongs to the tools whose names are in its text."""
 
     kind: ScopeKind
     digest: str = ""

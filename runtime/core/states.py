@@ -1,15 +1,16 @@
-"""States of sequences: what layers without attention read of the tokens before the next one.
+"""States of sequences: the memory of earlier tokens that layers without attention have.
 
-Such a layer keeps its inputs of a sequence's last tokens in the sequence's slot, that of position p in place p modulo
-the slot's length. What a rejected draft left there is overwritten when its positions are computed again, so rolling
-back moves a number and copies nothing. A step may begin at any position that the slot still has the tokens before.
+Such a layer keeps its inputs for a sequence's last tokens in the sequence's slot. The input of position p is at p
+modulo the slot's length. Inputs of a rejected draft are overwritten when its positions are computed again, so rolling
+back changes a number and copies nothing. A step may begin at any position for which the slot still has the tokens
+before.
 
-A recurrent state is kept as of the first positions of the last few chunks of `CHUNK_SIZE`, and beside it what each
-token of these chunks adds to it, by position too (`runtime.model.recurrences`). It is read once in a step, and
-written where a chunk begins.
+A recurrent state is kept for the first positions of the last few chunks of `CHUNK_SIZE` tokens. Beside it the slot has
+each token's contribution to it, by position too (`runtime.model.recurrences`). A step reads the state once, and writes
+it where a chunk begins.
 
-Slots of released sequences are kept, the oldest until its slot is needed, and found again by the tokens that they are
-the state of. So is a copy of the state after tokens that two sequences begin with, such as a system prompt.
+Slots of released sequences are kept, the oldest until its slot is needed, and are found again by the tokens whose state
+they have. A copy is also kept of the state after tokens that two sequences begin with, such as a system prompt.
 `StateManager` does the bookkeeping and never touches a tensor; `States` has the memory too.
 """
 
@@ -30,14 +31,14 @@ from runtime.kernels.memory import zeros
 
 NULL_SLOT = 0
 CHUNK_SIZE = 32
-"""Positions of which the first ones have a recurrent state."""
+"""Positions in a chunk; a chunk's first position has a recurrent state."""
 _MORE_KEPT, _LEAST_KEPT, _KEPT_BYTES = 8, 2, 1 << 29  # half a gigabyte, which no more than the least exceed
 _LEAST_ROLLED_BACK = 32  # a draft model rolls back by the drafts of its target
 
 
 @dataclass
 class _Span:
-    """Positions at which a step may begin with a slot: from `first` to `end`, before which all tokens are computed."""
+    """Positions at which a step may begin with a slot, from `first` to `end`. All tokens before `end` are computed."""
 
     first: int
     end: int
@@ -45,7 +46,9 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A released sequence's slot: its computed tokens, and the first position at which another may go on."""
+    """A released sequence's slot: its computed tokens, and the first position from which another sequence can
+    continue.
+    """
 
     tokens: list[int]
     first: int
@@ -54,7 +57,9 @@ class _Kept:
     """Owner of the sequence (`Request.cache_salt`)."""
 
     def match_len(self, tokens: Seq[int], most: int) -> int:
-        """Length of the longest common prefix, of at most `most` tokens, that a sequence can go on from; or 0."""
+        """Number of first tokens, at most `most`, that are common with `tokens` and after which a sequence can
+        continue; 0 if there are none.
+        """
         first, most = self.first, min(most, len(self.tokens))
         if (
             first > most
@@ -69,7 +74,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class Found:
-    """Kept state of a sequence's first `num_tokens` tokens; none of 0."""
+    """A kept state of a sequence's first `num_tokens` tokens; 0 stands for no state."""
 
     slot: int
     num_tokens: int
@@ -77,7 +82,7 @@ class Found:
 
 @dataclass(frozen=True)
 class StateCopy:
-    """Copy this slot before the step that follows an admission."""
+    """Instruction to copy a slot before the step that follows an admission."""
 
     source: int
     destination: int
@@ -104,7 +109,7 @@ class StateManager:
         return not self._free and not self._kept
 
     def find(self, sequence: Sequence, most: int) -> Found | None:
-        """The kept state, within the first `most` tokens, that leaves fewest tokens to compute; None if no slot is
+        """The kept state, within the first `most` tokens, that leaves the fewest tokens to compute; None if no slot is
         free.
         """
         if self.is_full:
@@ -120,9 +125,8 @@ class StateManager:
         return best
 
     def admit(self, sequence: Sequence, found: Found) -> StateCopy | None:
-        """Give the sequence a slot, with the state that was just found. Returns the copy to make.
-
-        A sequence that was released before it was over gets its own back; others' stay as they are, if there is room.
+        """Give the sequence a slot, with the state that was just found. Returns the copy to make. A sequence that was
+        released before its end gets its own slot back; slots of other sequences stay as they are, if there is room.
         """
         kept = self._kept.get(found.slot, _Kept([], 0, is_over=True))
         goes_on = not kept.is_over and found.num_tokens == len(kept.tokens)
@@ -156,7 +160,7 @@ class StateManager:
         return StateCopy(sequence.state_slot, slot)
 
     def drop(self, slot: int) -> None:
-        """Forget what a kept slot holds."""
+        """Forget the content of a kept slot."""
         del self._kept[slot]
         self._free.append(slot)
 
@@ -167,7 +171,9 @@ class StateManager:
         self._kept[slot] = kept
 
     def advance(self, slot: int, start: int, num_tokens: int) -> None:
-        """Note that a step computes tokens from position `start` on; those before `num_back` of them are gone."""
+        """Note that a step computes `num_tokens` tokens from position `start` on; states more than `num_back` positions
+        before the last are overwritten.
+        """
         if slot != NULL_SLOT:
             span = self._held[slot]
             span.end = start + num_tokens
@@ -191,19 +197,19 @@ class StateManager:
         self.stats = self.stats.plus(**counts)
 
     def clear(self) -> None:
-        """Forget all that is kept."""
+        """Forget all kept states."""
         self._free += self._kept
         self._kept.clear()
 
     def check_integrity(self) -> None:
-        """Assert what must always hold; for tests and debugging."""
+        """Assert the invariants of the slots; for tests and debugging."""
         slots = [*self._free, *self._held, *self._kept]
         assert sorted(slots) == list(range(1, self.num_slots)), "a slot is lost, or in two places"
         assert all(span.first <= span.end for span in self._held.values())
         assert all(0 <= kept.first <= len(kept.tokens) for kept in self._kept.values())
 
     def _allocate(self, source: int) -> int:
-        """A free slot, or the oldest that is kept, the source of a copy last."""
+        """A free slot, or the slot that was kept longest; `source`, the slot to copy from, is taken last."""
         if self._free:
             return self._free.pop()
         self.count(num_evictions=1)
@@ -213,8 +219,8 @@ class StateManager:
 def state_pools(
     states: Seq[StateShape], num_slots: int, num_back: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """The memory of states: for layers with a convolution [num_slots, num_before + num_back, width], followed, for
-    layers with a recurrent state, by float32 [num_slots, num_heads, numbers of a head].
+    """The memory of states: for each layer with a convolution [num_slots, num_before + num_back, width], and behind it,
+    for each layer with a recurrent state, float32 [num_slots, num_heads, numbers of a head].
     """
     sizes = [(num_slots, state.num_before + num_back, state.width) for state in states if state.width]
     matrices = [(num_slots, one.num_heads, _numbers_of_head(one, num_back)) for one in _recurrent(states)]
@@ -226,14 +232,15 @@ def _recurrent(states: Seq[StateShape]) -> list[RecurrentShape]:
 
 
 def _numbers_of_head(shape: RecurrentShape, num_back: int) -> int:
-    """Numbers of as many chunks as `num_back` positions touch, and of the one before: of each its state, and of each of
-    its tokens a key, a value and decays."""
+    """Numbers that a head has in a slot. Chunks are kept for all that `num_back` positions can touch, and for the chunk
+    before. A chunk has its state, and a key, a value and decays for each of its tokens.
+    """
     of_tokens = CHUNK_SIZE * (shape.key_dim + shape.value_dim + shape.num_decays)
     return (1 + math.ceil(num_back / CHUNK_SIZE)) * (shape.key_dim * shape.value_dim + of_tokens)
 
 
 def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tensor, list[Tensor]]:
-    """Inputs of a step beside its batch and K/V, of a model with states: (B,) each row's slot, and the pools."""
+    """Further inputs of a step whose model has states: the slot of each row [rows], and the pools."""
     return (torch.tensor([row.state_slot for row in rows], device=pools[0].device), pools) if pools else ()
 
 
@@ -247,10 +254,11 @@ def copy_slot(pools: Seq[Tensor], copy: StateCopy) -> None:
 
 
 class States:
-    """The slots of an engine: one for each sequence that runs at once, and others to keep, as far as memory goes.
+    """The slots of an engine: a slot for each sequence that runs at once, and further slots to keep states, as far as
+    memory allows.
 
-    Of prompts states are kept after each `interval` tokens. None: nothing is kept. Every copy is told to `copied`, if
-    it is given.
+    States of prompts are kept after each `interval` tokens; with None no states are kept. Every copy is reported to
+    `copied`, if it is given.
     """
 
     def __init__(
@@ -267,7 +275,7 @@ class States:
         self.manager = StateManager(num_slots, num_back, reuse=interval is not None)
         self.pools = state_pools(states, num_slots, num_back, dtype, device)
         self.pools_of_ranks = list[Tensor]()
-        """Pools of the other ranks of a split engine, where this process has their memory."""
+        """Pools of the other ranks of a split engine, if their memory is in this process."""
 
     def admit(self, sequence: Sequence, found: Found) -> None:
         """Give the sequence a slot, with the state that was found."""
@@ -278,7 +286,7 @@ class States:
         )
 
     def next_kept(self, sequence: Sequence) -> int:
-        """Position in the uncomputed part of a prompt at which its state is kept next, or 0."""
+        """The next position in the uncomputed part of a prompt at which its state is kept, or 0."""
         computed = sequence.num_computed
         ends = [sequence.shared_len]
         if self._interval is not None:
@@ -301,14 +309,14 @@ class States:
                 self._copied(copy)
 
     def saved(self, sequence: Sequence) -> bytes | None:
-        """The state after a sequence's computed tokens as bytes; None where its slot has none there."""
+        """The state after a sequence's computed tokens, as bytes; None if its slot has no state there."""
         if not sequence.num_computed or not self.manager.can_begin(sequence):
             return None
         first = self.manager.first_of(sequence).to_bytes(8, "little")
         return first + b"".join(_bytes_of(pool[sequence.state_slot]).numpy().tobytes() for pool in self._all_pools)
 
     def load(self, sequence: Sequence, num_tokens: int, saved: bytes) -> None:
-        """Give a sequence the state after its first `num_tokens` tokens, which was `saved`."""
+        """Give a sequence the state after its first `num_tokens` tokens, from the bytes of `saved`."""
         first, at = int.from_bytes(saved[:8], "little"), 8
         self.manager.set_span(sequence, first, num_tokens)
         for pool in self._all_pools:
@@ -337,18 +345,20 @@ class States:
 
 
 def num_slots_of(states: Seq[StateShape], build: BuildConfig, dtype: torch.dtype) -> int:
-    """Slots of an engine, the null slot included."""
+    """Number of an engine's slots, the null slot included."""
     num_kept = min(build.max_batch_size + _MORE_KEPT, _KEPT_BYTES // bytes_per_slot(states, build.max_draft_len, dtype))
     return 1 + build.max_batch_size + max(num_kept, _LEAST_KEPT)
 
 
 def bytes_per_slot(states: Seq[StateShape], max_draft_len: int, dtype: torch.dtype) -> int:
-    """Memory of one sequence's states."""
+    """Bytes of a sequence's states."""
     num_back = num_rolled_back(max_draft_len)
     inputs = sum((state.num_before + num_back) * state.width for state in states) * dtype.itemsize
     return inputs + 4 * sum(one.num_heads * _numbers_of_head(one, num_back) for one in _recurrent(states))
 
 
 def num_rolled_back(max_draft_len: int) -> int:
-    """Positions that steps go back at most: the copy that drafts computes a draft, and then the target the same."""
+    """Most positions that steps go back: the self-draft copy computes a draft, and then the target computes the same
+    tokens.
+    """
     return max(2 * (max_draft_len + 1), _LEAST_ROLLED_BACK)

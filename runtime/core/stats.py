@@ -1,8 +1,7 @@
-"""Statistics of an answer: integers and clock readings taken once per step, and why it ended.
+"""Statistics of an answer: counts and clock readings taken once in each step, and the reason why it ended.
 
-Every rate is derived from them.
-
-The keys are those of vLLM's per-request speculative decoding record, so that tools which read it read ours.
+Every rate is derived from them. The keys are those of vLLM's record of speculative decoding for each request, so tools
+that read vLLM's record read ours.
 """
 
 import copy
@@ -16,12 +15,14 @@ FinishReason = Literal["end_id", "stop", "length"]
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities at a generated token: its own, and the best tokens'."""
+    """Natural logarithms of the model's own probabilities at a generated token: the token's own, and those of the most
+    probable tokens.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """(token, log-probability), the best first."""
+    """(token, log-probability) of the most probable tokens, the best first."""
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -44,7 +45,7 @@ def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
 
 @dataclass
 class RequestStats:
-    """Counts of one request (or, summed, of many); times in seconds."""
+    """Counts of a request, or sums over many requests; times in seconds."""
 
     num_steps: int = 0
     num_spec_steps: int = 0
@@ -57,7 +58,7 @@ class RequestStats:
     num_accepted_predicted_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     histogram_by_draft_len: dict[int, list[int]] = field(default_factory=dict)
-    """The same for the drafts of each length: `k + 1` numbers for those of `k` tokens."""
+    """Histogram of accepted tokens for drafts of each length: `k + 1` numbers for drafts of `k` tokens."""
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     per_step_drafted: list[int] = field(default_factory=list)
@@ -70,7 +71,7 @@ class RequestStats:
         self.start_s = time.perf_counter()
 
     def record_step(self, num_drafted: int, num_accepted: int, num_new_tokens: int) -> None:
-        """Count one step of this request, after the cut."""
+        """Count a step of this request, with its tokens after the cut at the output's end."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter()
         self.num_steps += 1
@@ -117,12 +118,12 @@ class RequestStats:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted / drafted; None where nothing was drafted."""
+        """Accepted tokens divided by drafted tokens; None if nothing was drafted."""
         return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """1 + accepted tokens per draft; None where nothing was drafted."""
+        """1 + accepted tokens per draft; None if nothing was drafted."""
         per_spec_step = _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
         return None if per_spec_step is None else 1 + per_spec_step
 
@@ -166,7 +167,7 @@ class RequestStats:
         }
 
     def as_dict(self, max_draft_len: int, *, per_step: bool = False) -> dict[str, Any]:
-        """One request's record: counts, rates and times; with `per_step` also the raw series."""
+        """A request's record: counts, rates and times; with `per_step` also the numbers of each step."""
         record = self.counts(max_draft_len)
         record |= {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "latency_s": self.latency_s}
         if per_step:
@@ -200,16 +201,16 @@ def sum_stats(all_stats: Iterable[RequestStats]) -> RequestStats:
 
 @dataclass(frozen=True)
 class StateStats:
-    """Counts of an engine's slots of states, since it was opened. Of models without states all are 0."""
+    """Counts of an engine's slots of states, since it was opened. All are 0 for models without states."""
 
     num_waits: int = 0
     """Admissions refused for lack of a slot."""
     num_evictions: int = 0
     """Kept states that gave their slot to another sequence."""
     num_hits: int = 0
-    """Prompts that went on from a kept state behind all tokens whose K/V were found, or almost all."""
+    """Prompts that continued from a kept state after all, or almost all, tokens whose K/V were found."""
     num_misses: int = 0
-    """Prompts of which a block and more was computed again for lack of a state, though its K/V were found."""
+    """Prompts of which a block or more was computed again for lack of a state, though its K/V were found."""
 
     def plus(self, **counts: int) -> "StateStats":
         return StateStats(**{name: value + counts.get(name, 0) for name, value in vars(self).items()})
@@ -220,15 +221,18 @@ class StateStats:
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Tokens of an engine's prompts: whose K/V were found in memory or on disk, and the others, which are computed."""
+    """Counts of an engine's prompt tokens: tokens whose K/V were found in memory or on disk, and tokens that were
+    computed.
+    """
 
     num_in_memory: int = 0
     num_on_disk: int = 0
     num_computed: int = 0
 
     def plus(self, num_tokens: int, num_found: int, num_on_disk: int) -> "PromptTokens":
-        """Add a prompt of `num_tokens`, of which `num_found` were found, `num_on_disk` of these on disk. With no
-        tokens: more was found than was said before."""
+        """Add a prompt of `num_tokens` tokens, of which `num_found` were found, `num_on_disk` of these on disk. With
+        `num_tokens` 0, more tokens of an earlier prompt were found.
+        """
         return PromptTokens(
             self.num_in_memory + num_found - num_on_disk,
             self.num_on_disk + num_on_disk,
@@ -238,7 +242,7 @@ class PromptTokens:
 
 @dataclass
 class LoopTimes:
-    """Breakdown of a loop's wall time: proposing, in the compiled step, and in everything else."""
+    """Parts of a loop's wall time: drafting, the compiled step, and everything else."""
 
     wall_s: float = 0.0
     draft_time_s: float = 0.0

@@ -1,9 +1,9 @@
 """Texts in the directory of keys and values: answers, which prompts find by marks, and outputs, which lookups search.
 
 Both are tables in the database of `runtime.core.block_store`, with its promises: a kill loses nothing that was
-complete, and a row that is not as it was written is not given out. The oldest rows go first. An answer belongs to an
-owner and a vocabulary, not to an engine: an answer of another model with the same tokens is a draft as well. An output
-belongs to an owner of an engine, and to the scopes of its request.
+complete, and a row that has changed since it was written is not returned. The oldest rows are removed first. An answer
+belongs to an owner and a vocabulary, not to an engine: an answer of another model with the same tokens is a draft as
+well. An output belongs to an owner of an engine, and to the scopes of its request.
 """
 
 import json
@@ -28,16 +28,20 @@ CREATE INDEX IF NOT EXISTS outputs_of_owner ON outputs(owner, id);
 CREATE INDEX IF NOT EXISTS outputs_size ON outputs(id, num_bytes);
 """
 _MOST_BYTES_OF_ANSWERS, _SHARE, _LOOK_INTERVAL = 64 << 20, 16, 16
-"""A table has at most a sixteenth of the directory's limit, answers at most 64 MB. It is looked at after 16 rows."""
+"""Limits on a table: answers have at most 64 MB, and each table at most a sixteenth of the directory's limit. The size
+is checked after every 16 rows.
+"""
 _ROW_BYTES = 512
-"""Bytes of an answer's row beside its tokens, about."""
+"""Approximate bytes of an answer's row beside its tokens."""
 _MOST_READ_BYTES, _MOST_READ_TOKENS = 4_000_000, 1 << 18
-"""Bytes of answers, and tokens of outputs, that are read for an owner: more are not kept in memory."""
+"""Bytes of answers, and tokens of outputs, that are read for an owner; more would not be kept in memory."""
 
 
 @dataclass(frozen=True)
 class ReadAnswers:
-    """Answers of an owner, oldest first, and the number of the last row. `damaged`: ids of rows that were altered."""
+    """Answers of an owner, oldest first, and the number of the last row. `damaged` has the ids of rows that were
+    altered.
+    """
 
     answers: list[Answer]
     last: int
@@ -45,7 +49,7 @@ class ReadAnswers:
 
 
 def read_answers(store: BlockStore, vocabulary: str, salt: str | None, after: int) -> ReadAnswers:
-    """Answers that were written after row `after`. The errors of `BlockStore.read`."""
+    """Answers that were written after row `after`. Raises the errors of `BlockStore.read`."""
     owner, found, num_bytes, damaged = _owner(vocabulary, salt), list[Answer](), 0, list[int]()
     with store.reading() as database:
         sequence = database.execute("SELECT seq FROM sqlite_sequence WHERE name='answers'").fetchone()
@@ -71,15 +75,15 @@ def read_answers(store: BlockStore, vocabulary: str, salt: str | None, after: in
 
 
 def forget_answers(store: BlockStore, rows: Seq[int]) -> None:
-    """Remove rows, which are damaged."""
+    """Remove damaged rows."""
     if rows:
         with store.writing(0) as database:
             database.executemany("DELETE FROM answers WHERE id=?", [(row,) for row in rows])
 
 
 def write_answers(store: BlockStore, vocabulary: str, answers: Seq[tuple[str | None, Answer]]) -> None:
-    """Write answers, each with the name of its owner, in the place of those with the same prompt and way. The errors of
-    `BlockStore.write`.
+    """Write answers, each with the name of its owner; they replace answers with the same prompt and way. Raises the
+    errors of `BlockStore.write`.
     """
     if not answers:
         return
@@ -95,7 +99,7 @@ def write_answers(store: BlockStore, vocabulary: str, answers: Seq[tuple[str | N
 
 
 def write_output(store: BlockStore, owner: Owner, scopes: Seq[Scope], tokens: Seq[int]) -> None:
-    """Write an output. The errors of `BlockStore.write`."""
+    """Write an output. Raises the errors of `BlockStore.write`."""
     written, data = json.dumps([(scope.kind, scope.digest) for scope in scopes]), as_bytes(tokens)
     num_bytes, most = len(written) + len(data), store.max_bytes // _SHARE
     with store.writing(num_bytes) as database:
@@ -131,12 +135,14 @@ def _make_tables(database: sqlite3.Connection) -> None:
 
 
 def _insert(database: sqlite3.Connection, columns: str, row: Seq[object]) -> None:
-    """Insert a row in the place of the row with the same key; `columns` as in `outputs(owner, scopes)`."""
+    """Insert a row, which replaces the row with the same key; `columns` is such as `outputs(owner, scopes)`."""
     database.execute(f"INSERT OR REPLACE INTO {columns} VALUES({', '.join('?' * len(row))})", row)
 
 
 def _keep_last_rows(database: sqlite3.Connection, table: str, num_bytes: str, most: int) -> None:
-    """After every 16th row, keep the last rows that have at most `most` bytes; `num_bytes` is a row's, in SQL."""
+    """After every 16th row, remove old rows until the rest has at most `most` bytes; `num_bytes` is the size of a row,
+    in SQL.
+    """
     if database.execute("SELECT last_insert_rowid()").fetchone()[0] % _LOOK_INTERVAL == 0:
         total = f"sum({num_bytes}) OVER (ORDER BY id DESC)"
         last = f"SELECT max(id) FROM (SELECT id, {total} AS total FROM {table}) WHERE total>?"

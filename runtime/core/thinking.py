@@ -1,8 +1,9 @@
 """Budgets for thinking: how many tokens a model may think before the end of its thinking is forced.
 
 Like a grammar, the rule is part of the target's distribution: which token is forced or forbidden at a position depends
-on the output's tokens before and on nothing else, so drafts change no text. With a budget of 3 and the end tag
-`</think>` as tokens 7 and 8, the output of a prompt that has opened thinking is at most `a b c 7 8`, then the answer.
+on the output's tokens before and on nothing else, so drafts change no text. For example, with a budget of 3 and the end
+tag `</think>` as tokens 7 and 8, the output of a prompt that has opened thinking is at most `a b c 7 8`, then the
+answer.
 """
 
 from collections.abc import Callable
@@ -17,17 +18,17 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Thinking:
-    """Tags of a model's thinking, as they stand in the texts that `piece` gives for each token."""
+    """Tags of a model's thinking, as they appear in the texts that `piece` gives for each token."""
 
     name: str
     """Name of the format of reasoning."""
     open: str
     closes: tuple[str, ...]
-    """Texts of which the first to come ends thinking."""
+    """Texts that end thinking: the first that appears ends it."""
     end_tokens: tuple[int, ...]
     """Tokens that are forced once the budget is spent."""
     again: tuple[tuple[int, ...], int] | None
-    """Token that would open thinking again, and the tokens before it; None where no one token does."""
+    """Token that would open thinking again, and the tokens before it; None if no single token can do that."""
     piece: Callable[[int], str] = field(compare=False)
     """Text of a token, with a character for each of its bytes."""
     is_open_after: Callable[[Seq[int]], bool] = field(compare=False)
@@ -35,13 +36,13 @@ class Thinking:
 
     @cached_property
     def ends(self) -> Callable[[int], NDArray[np.int8]]:
-        """Function of a number of ids: `bytes_missing` of each of these tokens, computed once."""
+        """Function from a number of ids to `bytes_missing` of each of these tokens, computed once."""
         return cache(lambda num_ids: np.array([bytes_missing(self.piece(i)) for i in range(num_ids)], np.int8))
 
 
 def bytes_missing(piece: str) -> int:
-    """Bytes that a character lacks at the end of a token's bytes; of a token with nothing but a character's later bytes
-    the number of them, negative.
+    """Number of bytes that the last character of a token lacks. For a token that consists of a character's later bytes,
+    their number, negative.
     """
     later = next((n for n, one in enumerate(reversed(piece)) if not 0x80 <= ord(one) < 0xC0), len(piece))
     if later == len(piece):
@@ -52,19 +53,19 @@ def bytes_missing(piece: str) -> int:
 
 
 class Rule(NamedTuple):
-    """Rule at a position; None for what there is no rule about."""
+    """Rule for the token at a position; None in a field stands for no such rule."""
 
     forced: int | None = None
     """Token that must come."""
     forbidden: int | None = None
     """Token that may not come."""
     unfinished: NDArray[np.bool_] | None = None
-    """Tokens that may not come, by id: a character that they begin, or go on with, would end too late."""
+    """Ids of tokens that may not come, because a character that they begin or continue would end too late."""
 
 
 @dataclass(frozen=True)
 class _State:
-    """Place in an output: whether it thinks, and how many tokens it has thought."""
+    """State of an output: whether it is thinking, and the number of tokens that it has thought."""
 
     is_open: bool
     num_thought: int = 0
@@ -83,7 +84,9 @@ class ThinkingBudget:
     """The budget of one output. Calls may pass any tokens, but are fastest if they go on from the previous ones."""
 
     def __init__(self, thinking: Thinking, budget: int, prompt: Seq[int], vocab_size: int | None = None) -> None:
-        """`vocab_size`: that of the output's grammar, which has no place for a tag within a character; None without."""
+        """`vocab_size` is given if the output has a grammar, and is its number of ids. A grammar allows no tag in the
+        middle of a character, so the end of thinking then waits for the character's last byte. None without a grammar.
+        """
         self._thinking, self._budget, self._start = thinking, budget, len(prompt)
         self._vocab_size = vocab_size
         self._tokens: list[int] = []
@@ -92,13 +95,13 @@ class ThinkingBudget:
         self._num_last = max(len(thinking.end_tokens), len(thinking.again[0]) if thinking.again else 0)
 
     def rules(self, prefix: Seq[int], draft_tokens: Seq[int]) -> list[Rule]:
-        """The rule after `prefix`, and after each token of a draft that follows it; the prefix has the prompt."""
+        """The rule after `prefix`, which includes the prompt, and after each token of a draft that follows it."""
         first = len(prefix) - self._start
         self._follow([*prefix[self._start :], *draft_tokens])
         return [self._rule(state) for state in self._states[first : first + len(draft_tokens) + 1]]
 
     def num_legal(self, prefix: Seq[int], draft_tokens: Seq[int]) -> int:
-        """Number of a draft's tokens before the first that is not the forced one, or is forbidden."""
+        """Number of a draft's tokens before the first that is forbidden or is not the forced token."""
         for i, (token, rule) in enumerate(zip(draft_tokens, self.rules(prefix, draft_tokens), strict=False)):
             is_late = rule.unfinished is not None and token < len(rule.unfinished) and rule.unfinished[token]
             if is_late or rule.forbidden == token or rule.forced not in (None, token):
@@ -106,7 +109,7 @@ class ThinkingBudget:
         return len(draft_tokens)
 
     def forced(self, prefix: Seq[int], drafted: Seq[int]) -> list[int]:
-        """The tokens that must come after `prefix` and a draft: the rest of the end tag, or none."""
+        """The tokens that must follow `prefix` and a draft: the rest of the end tag, or none."""
         self.rules(prefix, drafted)
         state = self._states[len(prefix) - self._start + len(drafted)]
         return list(self._thinking.end_tokens[self._place(state) :]) if self._is_forcing(state) else []
@@ -124,7 +127,9 @@ class ThinkingBudget:
         return state.is_open and state.num_thought >= self._budget
 
     def _place(self, state: _State) -> int:
-        """Number of tokens of the forced end that are there, those included with which the model itself began it."""
+        """Number of tokens of the end tag that are there already, including tokens with which the model itself began
+        it.
+        """
         end, last = self._thinking.end_tokens, state.last
         if state.num_forced:
             return state.num_forced
@@ -165,6 +170,6 @@ class ThinkingBudget:
         )
 
     def _first_tag(self, text: str, *, is_open: bool) -> tuple[int, str] | None:
-        """The first tag that turns thinking on, or off, and its place; None without a tag."""
+        """The first tag that turns thinking on or off, and its position; None without a tag."""
         tags = self._thinking.closes if is_open else (self._thinking.open,)
         return min(((place, tag) for tag in tags if (place := text.find(tag)) >= 0), default=None)

@@ -1,8 +1,8 @@
-"""Compare drafts with the target's logits, so that what is kept follows the target's own distribution.
+"""Comparison of drafts with the target's logits, so that the accepted tokens follow the target's own distribution.
 
-By tokens: the target chooses its own token at every position, and a draft token is accepted while it is that token. By
-probabilities, for a sampling request whose draft tells the distribution it was drawn from: block verification (Sun et
-al., arXiv 2403.10444), which accepts more than a test of each token alone (Chen et al., arXiv 2302.01318).
+By tokens: the target chooses its own token at every position, and a draft token is accepted if it is that token. By
+probabilities, for a sampling request whose draft has the distribution that it was drawn from: block verification (Sun
+et al., arXiv 2403.10444), which accepts more than a test of each token alone (Chen et al., arXiv 2302.01318).
 """
 
 from collections.abc import Iterable
@@ -18,10 +18,11 @@ from runtime.util.errors import SpecDecError
 def verify_all(
     sequences: Seq[Sequence], drafts: Seq[Draft], all_logits: Seq[Tensor]
 ) -> list[VerifyResult | NoValidToken]:
-    """The verdict on a draft of each sequence; row i of its logits, (draft_len + 1, vocab), is after i draft tokens.
+    """The verdict on each sequence's draft; row i of its logits [draft_len + 1, vocab] follows i draft tokens. A
+    verdict is NoValidToken if the sequence cannot be continued.
 
-    NoValidToken where the sequence cannot go on. What is compared by tokens is chosen for all at once. Logits of a
-    request with a grammar are overwritten, unless it keeps them.
+    Drafts that are compared by tokens are verified for all sequences at once. Logits of a request with a grammar are
+    overwritten, unless it keeps them.
     """
     by_tokens = [i for i, draft in enumerate(drafts) if not _is_by_probs(sequences[i], draft)]
     asked = [_positions(sequences[i], drafts[i], all_logits[i]) for i in by_tokens]
@@ -42,7 +43,7 @@ def compute_masks_ahead(sequences: Seq[Sequence], drafts: Seq[Draft]) -> None:
 
 
 def verify(sequence: Sequence, draft: Draft, logits: Tensor) -> VerifyResult:
-    """`verify_all` of one; NoValidToken is raised."""
+    """The verdict of `verify_all` for one sequence; NoValidToken is raised."""
     (verdict,) = verify_all([sequence], [draft], [logits.clone()])
     if isinstance(verdict, NoValidToken):
         raise verdict
@@ -75,10 +76,11 @@ def _verdict(
 
 
 def verify_tokens(draft_tokens: Seq[int], target_tokens: Iterable[int]) -> VerifyResult:
-    """The i-th of `target_tokens` is the target's choice after i draft tokens; asked for no further than needed.
+    """The verdict by tokens. Element i of `target_tokens` is the target's choice after i draft tokens; no more elements
+    are computed than needed.
 
-    verify_tokens([5, 6, 7], [5, 6, 9, 4]) accepts 5 and 6 and recovers 9;
-    verify_tokens([5, 6, 7], [5, 6, 7, 4]) accepts all and adds the bonus token 4.
+    verify_tokens([5, 6, 7], [5, 6, 9, 4]) accepts 5 and 6 and recovers 9; verify_tokens([5, 6, 7], [5, 6, 7, 4])
+    accepts all and adds the bonus token 4.
     """
     for num_accepted, token in enumerate(target_tokens):
         if num_accepted == len(draft_tokens) or token != draft_tokens[num_accepted]:
@@ -90,9 +92,10 @@ def _verify_probs(sampler: Sampler, prefix: list[int], draft: Draft, logits: Ten
     """Verify a draft as a block (Sun et al., arXiv 2403.10444, Algorithm 2): on average it accepts at least as many
     tokens as a test of each token alone.
 
-    `share` is the probability that at least i tokens are accepted, given the first i tokens. It may recover: where the
-    target likes the first token half as much as the draft does, and the second twice as much, both are accepted with
-    probability 1/2 x 2 = 1. The last i at which a uniform number stays below its threshold is the number accepted.
+    `share` is the probability that at least i tokens are accepted, given the first i tokens. It may rise again: if the
+    target gives the first token half of the draft's probability, and the second token twice the draft's, both are
+    accepted with probability 1/2 x 2 = 1. The number of accepted tokens is the last i at which a uniform number is
+    below its threshold.
     """
     assert draft.probs is not None
     start, prefix = len(prefix), list(prefix)
@@ -127,5 +130,5 @@ def _verify_probs(sampler: Sampler, prefix: list[int], draft: Draft, logits: Ten
 
 
 def _accepts(sampler: Sampler, start: int, num_tokens: int, probability: float) -> bool:
-    """Draw whether `num_tokens` of the draft that begins at `start` are accepted."""
+    """Draw whether the first `num_tokens` tokens of the draft that begins at `start` are accepted."""
     return sampler.accept_uniform(start + num_tokens, start) < probability

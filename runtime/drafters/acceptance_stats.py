@@ -1,7 +1,6 @@
-"""Learning from drafts how often the next ones will be right.
-
-What a draft would have yielded is seen from the text that was generated, whether the draft was sent or not, because
-drafts never change the text. `PendingDrafts` keeps drafts until then and compares; the others count:
+"""Statistics of earlier drafts, which predict how often the next drafts will be right. Drafts never change the text, so
+the generated text shows how many tokens of a draft were right, even if it was not sent. `PendingDrafts` keeps drafts
+until that text is there, and compares. These classes count:
 
 - `AcceptanceStats`: position by position, for each length of match, of one request and of all
 - `Leads`: which of several lookups is worth asking
@@ -16,40 +15,43 @@ from typing import Generic, TypeVar
 from runtime.core.request import Draft, Sequence
 
 _MATCH_LENS = (0, 1, 2, 3, 4, 6, 9, 16)
-"""Drafts are told apart by how long their match was: this far, or longer."""
+"""Classes of match lengths. Drafts with a match this long, or longer, are counted together."""
 MODEL_PRIOR = 16
-"""A model's drafts are taken to be as right as lookups with so long a match, until it is known how right they are."""
+"""Match length of lookups whose acceptance is assumed for a model's drafts, until the model's own is known."""
 _FIRST_GUESSES = (0.33, 0.25, 0.5, 0.65, 0.7, 0.7, 0.75, 0.75, 0.75, *[0.83] * 7, 0.88)
 """Prior acceptance of the next token after a match of 0, 1, ... tokens. Lookups in the outputs of SmolLM2 135M for
-Spec-Bench are so: 0.20 to 0.27 of 1 token, 0.47 to 0.52 of 2, 0.80 to 0.96 of 16. 0: not a lookup, so unknown.
+Spec-Bench have these rates: 0.20 to 0.27 after 1 token, 0.47 to 0.52 after 2, 0.80 to 0.96 after 16. The first is for
+drafts that are no lookup's.
 """
 _OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.995
-"""Decay of a count for each further draft."""
+"""Factor by which counts decay with each further draft: a request's own, and those of all requests."""
 _SHARED_WEIGHT, _PRIOR_WEIGHT = 8.0, 4.0
-"""Numbers of drafts at which a request's own statistics weigh as much as all requests', and those as much as the prior.
+"""Numbers of drafts at which a request's own statistics weigh as much as all requests' statistics, and at which those
+weigh as much as the prior.
 """
 _LEAD_MEMORY, _FIRST_LEAD, _LEAST_LEAD, LOOK_INTERVAL = 0.995, 0.1, 0.02, 16
-"""Looking takes two hundredths of a token's time in a batch of sixteen, and less in smaller ones."""
+"""Parameters of `Leads`: decay, lead at the start, least lead, and the interval of looks. In a batch of sixteen a
+lookup takes two hundredths of a token's time, and less in smaller batches.
+"""
 
 
 Note = TypeVar("Note")
 
 
 class PendingDrafts(Generic[Note]):
-    """Drafts by request, until the text since then tells how right they were: (first position, tokens, a note)."""
+    """Drafts by request, kept until later text shows which tokens were right: (first position, tokens, a note)."""
 
     def __init__(self) -> None:
         self.drafts: dict[int, list[tuple[int, list[int], Note]]] = {}
 
     def remember(self, sequence: Sequence, tokens: list[int], note: Note, start: int | None = None) -> None:
-        """Keep a draft for what comes next, or one that began at `start`."""
+        """Keep a draft for the next tokens, or, with `start`, for the tokens from that position on."""
         place = len(sequence.tokens) if start is None else start
         self.drafts.setdefault(sequence.request.id, []).append((place, tokens, note))
 
     def take(self, sequence: Sequence) -> list[tuple[int, list[int], Note, int, int]]:
-        """The request's drafts, each with the number of its first tokens that are right, and of tokens that came.
-
-        Drafted were 5 6 7, and 5 6 came: both numbers are 2, and nothing is known of the 7.
+        """The request's drafts, each with the number of its first tokens that were right, and the number that can be
+        compared so far. For a draft 5 6 7 and the text 5 6 both numbers are 2: nothing is known of the 7.
         """
         return [
             (start, tokens, note, num_common(tokens, sequence.tokens[start:]), len(sequence.tokens) - start)
@@ -69,7 +71,7 @@ class _PositionStats:
     right: list[float] = field(default_factory=list)
 
     def add(self, num_right: int, num_known: int) -> None:
-        """A draft of `num_known` tokens, the first `num_right` of them right."""
+        """Count a draft of which `num_known` tokens can be compared, and the first `num_right` were right."""
         missing = num_known - len(self.reached)
         self.reached += [0.0] * missing
         self.right += [0.0] * missing
@@ -82,29 +84,29 @@ _NOTHING_KNOWN = _PositionStats(memory=0.0)
 
 
 _Kind = tuple[int, int]
-"""The number of a drafter, and the class of a match's length."""
+"""The number of a drafter, and the class of its match length."""
 
 
 class AcceptanceStats:
-    """Remembers drafts, learns what became of them, and says what to expect of the next.
+    """Remembers drafts, counts how many of their tokens were right, and predicts that for the next drafts.
 
-    Several drafters are told apart by number (`source`). `are_cut`: drafts are no longer than was asked for, so that of
-    longer ones nothing is known unless they are tried.
+    Drafters are told apart by number (`source`). With `are_cut`, drafts are no longer than was asked for, so nothing is
+    known of longer drafts unless they are tried.
     """
 
     def __init__(self, *, are_cut: bool = False) -> None:
         self._are_cut = are_cut
         self._shared: dict[_Kind, _PositionStats] = {}
         self._own: dict[int, dict[_Kind, _PositionStats]] = {}
-        """The same of each request."""
+        """Counts of each request."""
         self._pending = PendingDrafts[_Kind]()
 
     def __len__(self) -> int:
-        """Requests that something is kept of."""
+        """Number of requests that have counts or drafts here."""
         return len({*self._own, *self._pending.drafts})
 
     def remember(self, sequence: Sequence, tokens: list[int], match_len: int, source: int = 0) -> None:
-        """A draft for what comes next."""
+        """Remember a draft for the next tokens."""
         if tokens:
             self._pending.remember(sequence, tokens, (source, _class_of(match_len)))
 
@@ -140,7 +142,7 @@ class AcceptanceStats:
         return survivals
 
     def expected_tokens(self, sequence: Sequence, match_len: int, draft_len: int, source: int = 0) -> float:
-        """Tokens that a step yields with a draft of `draft_len` tokens."""
+        """Number of tokens that a step is expected to yield with a draft of `draft_len` tokens."""
         return 1 + sum(self.survivals(sequence, match_len, draft_len, source))
 
     def forget(self, request_id: int) -> None:
@@ -152,16 +154,17 @@ class Leads:
     """Chooses, among several lookups, which ones to run: those that may find the best draft.
 
     All lookups run at first. The lookup whose drafts have most correct tokens always runs. Each other lookup has a
-    lead: by how many tokens its draft was better than the best other draft, on average over the steps where its draft
-    was chosen. A lookup without a lead runs for one request in sixteen, so that its lead is still learned.
+    lead: the number of right tokens that its draft had more than the best other draft, on average over the steps in
+    which its draft was chosen. A lookup without a lead runs for one request in sixteen, so that its lead is still
+    learned.
     """
 
     def __init__(self, num_lookups: int) -> None:
         self._leads = [_FIRST_LEAD] * num_lookups
         self._num_right = [0.0] * num_lookups
-        """Mean number of right tokens of a draft; it decays."""
+        """Mean number of right tokens in a draft, for each lookup; it decays."""
         self._pending = PendingDrafts[tuple[int, bool]]()
-        """Drafts of all that looked, with the lookup's number, and whether its draft was chosen."""
+        """Drafts of all lookups that ran, with the lookup's number, and whether its draft was chosen."""
 
     def looks(self, number: int, sequence: Sequence) -> bool:
         if self._leads[number] >= _LEAST_LEAD or sequence.request.id % LOOK_INTERVAL == 0:
@@ -169,15 +172,15 @@ class Leads:
         return number == self._num_right.index(max(self._num_right))
 
     def remember(self, sequence: Sequence, chosen: int, drafts: list[tuple[int, Draft]]) -> None:
-        """Remember the drafts of all lookups of a step, and which was chosen. Drafts drawn from a distribution are left
-        out.
+        """Remember the drafts of all lookups in a step, and the chosen lookup. Drafts drawn from a distribution are
+        left out.
         """
         if len(drafts) > 1 and all(draft.probs is None for _, draft in drafts):
             for number, draft in drafts:
                 self._pending.remember(sequence, draft.tokens, (number, number == chosen))
 
     def learn(self, sequence: Sequence) -> None:
-        """Count how many tokens of the last drafts were right, as far as tokens were generated since."""
+        """Count how many tokens of the last drafts were right, as far as tokens have been generated since."""
         outcomes = self._pending.take(sequence)
         others = max((num_right for _, _, (_, is_chosen), num_right, _ in outcomes if not is_chosen), default=0)
         for _, _, (number, is_chosen), num_right, _ in outcomes:
@@ -191,7 +194,7 @@ class Leads:
 
 @cache
 def _first_guesses(match_class: int, num: int) -> list[float]:
-    """Prior for the next tokens, in order: the tokens that were right so far count as a match too."""
+    """Prior probabilities for the next tokens, in order: right tokens of the draft lengthen the match."""
     return [_FIRST_GUESSES[min(match_class + i, MODEL_PRIOR) if match_class else 0] for i in range(num)]
 
 

@@ -1,21 +1,23 @@
-"""Automatic draft lengths: as many tokens as pay for themselves, none where none does.
+"""Automatic draft lengths: as many tokens as pay for themselves, and no draft if none pays.
 
-A step with more draft tokens takes longer, by what the engine's cost model says, and yields more, by how often such
-drafts were right so far. A token is worth sending while the tokens it promises cost less time than they do on average:
-with R tokens per second so far, those are sent that make (expected tokens - R x seconds) largest (Dinkelbach 1967, of
-ratios; expected tokens by the survival of each position, not by one rate for all). Every row of a batch gets a length
-of its own (`allocate`).
+A step with more draft tokens takes longer (known from the engine's cost model) and yields more tokens (known from how
+often such drafts were right so far). A draft token is worth sending if the tokens it promises take less time than
+tokens take on average. With R tokens per second so far, the number of draft tokens is chosen for which (expected tokens
+- R x seconds) is largest (Dinkelbach 1967, on ratios). Expected tokens follow from the survival of each position, not
+from one rate for all. Every row of a batch gets a length of its own (`allocate`).
 
-What a draft would have yielded is seen from what was generated, sent or not, because drafts never change that. So
-lookups learn from every proposal, and being off costs little but looking. What steps cost is of the day an engine was
-built, of batches that had drafts of equal lengths: with a `clock` the drafter sees what its drafts cost now
-(`runtime.drafters.meter`), and what looking takes. A draft model is asked for no more than is
-sent, and while it does not pay only now and then. It computes the tokens of all rows in the same steps, and is asked
-for one length for all of them, of which each row's part is sent.
+Drafts never change the text, so the generated text shows how many tokens of a draft would have been accepted, even if
+it was not sent. So lookups learn from every proposal, and while nothing pays only the looking costs time. The cost
+model was measured when the engine was built, with drafts of equal lengths. With a `clock` the drafter also measures the
+present cost of drafts and of looking (`runtime.drafters.meter`).
 
-Tokens that were drawn from a distribution are all sent: how many there are may depend on what they are, and to leave
-some out for that would change what is generated. Who has drawn once is asked like a draft model from then on, for a
-length that was chosen before anything is drawn.
+A draft model is asked for no more tokens than are sent, and while it does not pay, it is asked only now and then. It
+computes the tokens of all rows in the same steps, so it is asked for one length for all rows, of which each row's part
+is sent.
+
+Tokens that were drawn from a distribution are all sent. Their number may depend on the tokens themselves, and leaving
+some out for that reason would change the generated text. A drafter that has drawn tokens once is from then on asked
+like a draft model, for a length chosen before anything is drawn.
 """
 
 from collections.abc import Callable
@@ -30,43 +32,50 @@ from runtime.drafters.meter import Clock, Meter
 from runtime.drafters.protocol import CompositeDrafter, Drafter, knows
 
 IterationSeconds = Callable[[int, int, float], float]
-"""(batch size, context length, mean draft length) -> seconds; `CostModel.iteration_s`."""
+"""Function (batch size, context length, mean draft length) -> seconds: `CostModel.iteration_s`."""
 DraftSeconds = Callable[[int, int], float]
-"""(batch size, context length) -> seconds for one more token of every draft, or for all of them at once."""
+"""Function (batch size, context length) -> seconds for one more token of every draft; for a head that drafts at once,
+for all tokens.
+"""
 
 _PROBE_INTERVAL, _PROBE_SHARE = 16, 0.03
-"""Steps without a draft of a draft model, before it is asked for a token to see whether it pays again: so many, or so
-many more that this takes no larger share of the time."""
+"""Steps without a draft, after which a draft model is asked for a token to see whether it pays again: at least this
+number, and as many more as are needed for the test to take no larger share of the time than this.
+"""
 _LOOK_INTERVAL = 4
-"""While steps gain less than looking takes, on average, a lookup looks at every fourth only, or so rarely that it takes
-this share of the time:"""
+"""Interval of looks while steps gain less, on average, than looking takes: a lookup then looks at every fourth step, or
+so rarely that it takes this share of the time:
+"""
 _LOOK_SHARE, _LONGEST_REST = 0.005, 64
 _LOOK_S = 20e-6
-"""About what a lookup and counting its outcomes take for a sequence, where no clock tells."""
+"""Approximate seconds that a lookup and the counting of its outcomes take for a sequence, used if there is no clock."""
 _LARGE_BATCH, _FIRST_GAIN, _GAIN_MEMORY = 4, 6.0, 0.93
-"""Initial mean gain, in multiples of the time of looking up: 16 steps without a gain end looking. In large batches,
-whose steps are compute-bound and seldom pay for drafts, it starts too low for that."""
+"""Parameters of the mean gain. At first it is a multiple of the time of looking, so that 16 steps without a gain end
+looking. In large batches, whose steps are compute-bound and seldom pay for drafts, it starts too low for looking to go
+on.
+"""
 _LEAST_GAIN = 2.0
-"""Mean gain for which looking goes on: drafts that are chosen for what they promise yield less, and a step with them
-has more to do than is measured."""
+"""Mean gain above which looking goes on. It is above 1, the time of looking, because drafts that are chosen for their
+promises yield less, and steps with drafts take more time than is measured.
+"""
 _RATE_MEMORY = 0.98
 _CAUTION = 0.25
-"""Margin that a token of a lookup must gain beyond its time, in tokens that come without drafts in that time."""
+"""Margin that a lookup's token must gain beyond its own time, in tokens that a step without drafts yields in that time.
+"""
 _CONTEXT_STEP = 64
-"""Contexts are rounded, so that the cost model need not be asked anew at every step."""
+"""Contexts are rounded to a multiple of this number, so that the cost model need not be asked anew at every step."""
 
 
 def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
-    """The draft length of each row for which the tokens accepted, less what they cost, are most; of equals the fewest.
+    """The draft length of each row for which the number of accepted tokens, less their cost, is largest; of equally
+    good lengths, the shortest. survivals[i][k] is the probability that the first k + 1 tokens of row i's draft are
+    accepted, which falls with k. costs[n] is the cost of n draft tokens in the step, in accepted tokens too.
 
-    survivals[i][k] is the probability that the first k + 1 tokens of row i's draft are accepted, which falls with k;
-    costs[n] is what n draft tokens in the step cost, in accepted tokens too.
-
-    A step's cost depends on how many tokens it has in all its rows together, not on whose tokens they are
-    (`runtime.core.batch` folds rows). And a draft token is accepted no oftener than the one before it. So of any
-    number of tokens the likeliest are the best, they are beginnings of drafts, and of all allocations only one for
-    each number has to be looked at. With survivals of (0.9, 0.2) and (0.5, 0.4) and 0.3 for a token, 0.9, 0.5 and 0.4
-    are worth it: lengths 1 and 2.
+    A step's cost depends on the number of tokens in all its rows together, not on their rows (`runtime.core.batch`
+    folds rows). And a draft token is never more probable than the token before it. So for any number of tokens the most
+    probable ones are the best choice, and these are beginnings of drafts: only one allocation for each number has to be
+    considered. With survivals of (0.9, 0.2) and (0.5, 0.4) and 0.3 for a token, 0.9, 0.5 and 0.4 are worth it: lengths
+    1 and 2.
     """
     offers = sorted(((p, -i) for i, row in enumerate(survivals) for p in row), reverse=True)
     best_num, best_value, promised = 0, -costs[0], 0.0
@@ -104,15 +113,19 @@ class AdaptiveDrafter(CompositeDrafter):
         self._match_len = 0 if draft_s is None else MODEL_PRIOR
         self._outcomes = AcceptanceStats(are_cut=draft_s is not None)
         self._num_tokens = self._num_without = 0.0
-        """Tokens promised by the steps so far, and tokens that so much time gives without drafts; both fade."""
+        """Expected tokens of the steps so far, and tokens that the same time would have given without drafts; both
+        decay.
+        """
         self._num_off = 0
-        """Steps in a row that nothing was drafted for, or only looked at."""
+        """Number of steps in a row without a draft."""
         self._mean_gains: dict[int, float] = {}
-        """Mean gain of past steps, in multiples of the time of looking up, by batch size; it decays."""
+        """Mean gain of past steps, in multiples of the time of looking, by batch size; it decays."""
         self._meter = Meter(clock) if clock is not None else None
         self._known_prices: dict[tuple[int, int, int], _Prices] = {}
         self.last_choice: tuple[list[list[float]], list[float]] = [], []
-        """Numbers by which the last lengths were chosen, as `allocate` has them: survivals of each row, and costs."""
+        """The numbers from which the last lengths were chosen, as `allocate` has them: survivals of each row, and
+        costs.
+        """
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
@@ -158,7 +171,7 @@ class AdaptiveDrafter(CompositeDrafter):
         return [draft.cut(length) for draft, length in zip(drafts, choice.lengths, strict=True)]
 
     def _propose_what_pays(self, sequences: list[Sequence], prices: "_Prices") -> list[Draft]:
-        """Ask for drafts whose making costs time only where they pay."""
+        """Ask for drafts of a drafter that takes time, if they pay."""
         longest = [min(prices.max_draft_len, sequence.max_draft_len) for sequence in sequences]
         expected = [self._outcomes.survivals(s, self._match_len, n) for s, n in zip(sequences, longest, strict=True)]
         draft_len = self._best_len(expected, prices)
@@ -196,8 +209,8 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._outcomes.survivals(sequence, draft.match_len, len(draft.tokens))
 
     def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> "_Choice":
-        """Choose how many tokens of each draft to send, by `survivals` as `allocate` has them, and count the choice.
-        The drafts took `draft_len` steps of a draft model; 0 for lookups.
+        """Choose how many tokens of each draft to send, by `survivals` as in `allocate`, and count the choice. The
+        drafts took `draft_len` steps of a draft model; 0 for lookups.
         """
         seconds, rate = self._seconds(prices, sum(map(len, survivals))), self._rate(prices)
         least = self._least_rate(prices)
@@ -230,10 +243,10 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._mean_gains.get(batch_size.bit_length(), first)
 
     def _rests(self, prices: "_Prices") -> bool:
-        """True if nothing is looked up in this step, because that does not pay and is not due for a new measurement.
+        """True if the lookup rests in this step: looking does not pay, and is not due for a new measurement.
 
         A measurement looks up all rows: after a step, which evicts everything from the caches, the first row takes
-        longer than the others together. How their drafts did is counted at the next lookup.
+        longer than the others together. The drafts found are judged at the next lookup.
         """
         if self._mean_gain(prices.batch_size) >= _LEAST_GAIN:
             return False
@@ -248,7 +261,7 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._least_rate(prices) * prices.cheapest_s * self._factor >= 1
 
     def _seconds(self, prices: "_Prices", most: int) -> list[float]:
-        """Seconds of a step with 0, 1, ... `most` draft tokens, at the price that draft tokens have now (`Meter`)."""
+        """Seconds of a step with 0, 1, ... `most` draft tokens, at the present price of draft tokens (`Meter`)."""
         seconds, factor = prices.of_drafts(most), self._factor
         return seconds if factor == 1 else [seconds[0] + factor * (one - seconds[0]) for one in seconds]
 
@@ -262,8 +275,8 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._rate(prices) + caution * prices.rate_without
 
     def _rate(self, prices: "_Prices") -> float:
-        """Tokens per second so far. Measured as a multiple of the rate without drafts, since batch and context have
-        changed.
+        """Tokens per second so far. It is the measured multiple of the rate without drafts, since batch and context
+        have changed.
         """
         return prices.rate_without * (self._num_tokens / self._num_without if self._num_without else 1.0)
 
@@ -277,15 +290,15 @@ class AdaptiveDrafter(CompositeDrafter):
 
 @dataclass(frozen=True)
 class _Choice:
-    """Draft lengths, and the seconds that these drafts should save."""
+    """Draft lengths, and the seconds that these drafts are expected to save."""
 
     lengths: list[int]
     gain_s: float
 
 
 class _Prices:
-    """Costs of a step for a batch size and a mean context length: the attention of a row costs more after a longer
-    context.
+    """Costs of a step for a batch size and a mean context length: a row's attention costs more after a
+    longer context.
     """
 
     def __init__(
@@ -308,14 +321,14 @@ class _Prices:
         """Tokens per second without drafts."""
         added = ((seconds - self._by_len[0]) / n for n, seconds in enumerate(self._by_len[1:], 1))
         self.cheapest_s = min(added, default=inf) / batch_size
-        """Seconds of a draft token, where it costs least."""
+        """Seconds of the cheapest draft token."""
 
     def drafting_s(self, num_tokens: int) -> float:
-        """Seconds that a draft model takes to draft this many tokens for every row."""
+        """Seconds that a draft model takes to draft `num_tokens` tokens for every row."""
         return self.draft_token_s * (min(num_tokens, 1) if self._at_once else num_tokens)
 
     def of_drafts(self, most: int) -> list[float]:
-        """Seconds of a step with 0, 1, ... draft tokens in all its rows together, at least as far as `most`."""
+        """Seconds of a step with 0, 1, ... draft tokens in all its rows together, up to at least `most`."""
         for num_tokens in range(len(self._seconds), most + 1):
             n, rest = divmod(num_tokens, self.batch_size)
             left, right = self._by_len[n], self._by_len[min(n + 1, len(self._by_len) - 1)]

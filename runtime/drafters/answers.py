@@ -1,9 +1,11 @@
-"""Drafts from old answers: what the same prompt was answered before, or one like it, drafts from the first token.
+"""Drafts from old answers: the answer to the same prompt, or to a similar one, is a draft from the first token on.
 
 An answer is found by the whole prompt, else by its last 64 tokens, else by most of its pieces (`runtime.core.answers`).
-The model verifies it, so that it is never stale: for another model or temperature fewer of its tokens are accepted.
-Where the output leaves it, it is followed from where the output's last tokens occur in it (`PredictionLookup`). An
-owner's answers are found by the owner's requests alone (`Request.cache_salt`).
+The model verifies it, so it cannot be outdated: with another model or temperature fewer of its tokens are accepted. If
+the output departs from the answer, drafting continues where the output's last tokens occur in the answer
+(`PredictionLookup`).
+
+An owner's answers are found by the owner's requests alone (`Request.cache_salt`).
 """
 
 from collections import Counter, OrderedDict
@@ -19,28 +21,28 @@ from runtime.drafters.protocol import CompositeDrafter, Drafter, ask, knows
 
 MAX_TOKENS, MAX_OWNERS = 1_000_000, 4096
 _COMMON = 4
-"""Prompts beyond which a piece that they share says nothing, such as a piece of a chat's template."""
+"""Number of prompts beyond which a piece that they share is ignored, such as a piece of a chat template."""
 _LEAST_SHARE = 0.4
-"""Share of a prompt's pieces, without common ones, that another one has too if it is like it."""
+"""Share of a prompt's pieces, without common ones, that a similar prompt has too."""
 _LEAST_PIECES = 4
 _SAME, _LIKE = 0, 1
-"""Numbers of the statistics of answers to the same request, and of others."""
+"""Numbers under which statistics are kept: of answers to the same request, and of other answers."""
 
 _FOLLOWED = 2
-"""Tokens in a row that are an answer's, from which on it is followed."""
+"""Tokens of an answer in a row in the output, after which the answer is followed."""
 
 _Key = tuple[bytes, bytes]
-"""Digests of a prompt and of the way in which tokens are chosen."""
+"""Digests of a prompt and of the way in which its tokens are chosen."""
 
 
 class AnswerDisk(Protocol):
-    """Answers of earlier processes, and of others."""
+    """Answers on disk, from earlier processes and from other processes."""
 
     def read(self, owner: str | None, after: int) -> tuple[list[Answer], int]:
         """Answers that were written after number `after`, oldest first, and the number of the last."""
 
     def write(self, owner: str | None, answer: Answer) -> None:
-        """Write later; one with the same prompt and way is replaced."""
+        """Write an answer later; it replaces an answer with the same prompt and way."""
 
 
 class _Shelf:
@@ -50,9 +52,9 @@ class _Shelf:
         self.last_read = 0
         """Number of the last answer that was read from disk."""
         self._answers: dict[bytes, dict[bytes, Answer]] = {}
-        """Answers by prompt and way, the last one last."""
+        """Answers by prompt and way, the most recent last."""
         self._prompts: dict[bytes, dict[bytes, None]] = {}
-        """Prompts with a mark: their end, or a piece."""
+        """Prompts by mark: by their end, or by a piece."""
 
     @property
     def keys(self) -> list[_Key]:
@@ -80,8 +82,8 @@ class _Shelf:
                 del self._prompts[mark]
 
     def find(self, marks: Marks) -> Answer | None:
-        """The answer to this prompt, else to one with the same end, else to one that is like it; of several the one
-        that was chosen in the same way, else the last.
+        """The answer to this prompt, else to a prompt with the same end, else to a similar prompt. Among several, the
+        answer whose tokens were chosen in the same way, else the last.
         """
         prompt: bytes | None = marks.prompt
         if prompt not in self._answers:
@@ -91,7 +93,7 @@ class _Shelf:
         return None if answers is None else answers.get(marks.way) or next(reversed(answers.values()))
 
     def _prompt_like(self, marks: Marks) -> bytes | None:
-        """The prompt that most pieces are of, without those that many prompts have."""
+        """The prompt that shares most pieces with the marks, not counting pieces that many prompts have."""
         shared, num_telling = Counter[bytes](), 0
         for piece in marks.each_piece():
             prompts = self._prompts.get(piece, {})
@@ -103,7 +105,7 @@ class _Shelf:
 
 
 def _ends_and_pieces(marks: Marks) -> list[bytes]:
-    """A mark of 16 bytes, where there is one, and marks of 8."""
+    """The mark of a prompt's end (16 bytes), if there is one, and the marks of its pieces (8 bytes each)."""
     return [*filter(None, [marks.tail]), *marks.each_piece()]
 
 
@@ -112,16 +114,16 @@ def _key_of(answer: Answer) -> _Key:
 
 
 class Answers:
-    """The last answers of all owners, at most `max_tokens` in all: the ones not used for longest go first.
+    """The last answers of all owners, at most `max_tokens` tokens in all: the least recently used are removed first.
 
-    With a `disk` they outlive the process, and other processes' answers are found.
+    With a `disk` they outlive the process, and answers of other processes are found.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS, disk: AnswerDisk | None = None) -> None:
         self.max_tokens, self._disk = max_tokens, disk
         self.num_tokens = 0
         self._shelves = OrderedDict[str | None, _Shelf]()
-        """Shelves of the owners that asked last."""
+        """Shelves of the owners that asked most recently."""
         self._oldest = OrderedDict[tuple[str | None, _Key], Answer]()
 
     def clear(self) -> None:
@@ -131,7 +133,7 @@ class Answers:
         self._oldest.clear()
 
     def find(self, owner: str | None, marks: Marks) -> Answer | None:
-        """The owner's answer that these marks find best."""
+        """The owner's answer that fits these marks best."""
         shelf = self._shelf(owner)
         if self._disk is not None:
             written, shelf.last_read = self._disk.read(owner, shelf.last_read)
@@ -143,7 +145,7 @@ class Answers:
         return answer
 
     def add(self, owner: str | None, answer: Answer) -> None:
-        """Keep an answer, unless the one there was goes on from it."""
+        """Keep an answer, unless the kept answer is a continuation of it."""
         before = self._shelf(owner).get(_key_of(answer))
         if before is not None and before.tokens.startswith(answer.tokens):
             answer = before
@@ -152,7 +154,7 @@ class Answers:
             self._disk.write(owner, answer)
 
     def _shelf(self, owner: str | None) -> _Shelf:
-        """The owner's shelf; the one that was used longest ago makes room for a new one."""
+        """The owner's shelf; the least recently used shelf makes room for a new one."""
         if owner not in self._shelves:
             if len(self._shelves) >= MAX_OWNERS:
                 first = next(iter(self._shelves))
@@ -183,7 +185,9 @@ class Answers:
 
 @dataclass
 class _Followed:
-    """A request, and how far it has followed an old answer. `lookup` None: nothing like its prompt was answered."""
+    """A request, and how far it has followed an old answer. `lookup` is None if there is no answer to a similar
+    prompt.
+    """
 
     sequence: Sequence
     marks: Marks
@@ -191,10 +195,10 @@ class _Followed:
     source: int
     draft: Draft = field(default_factory=lambda: Draft([]))
     num_tokens: int = -1
-    """Tokens of the sequence that the draft follows."""
+    """Number of tokens of the sequence that the draft continues."""
 
     def look_up(self, sequence: Sequence) -> Draft:
-        """Return what the answer says of the sequence's next tokens."""
+        """The tokens of the answer that come next for the sequence."""
         if self.lookup is not None and self.num_tokens != len(sequence.tokens):
             (draft,) = self.lookup.propose([sequence], MAX_DRAFT_LEN)
             is_whole = self.source == _SAME and draft.match_len == sequence.num_generated
@@ -204,7 +208,7 @@ class _Followed:
 
 
 class AnswerLookup:
-    """Drafts old answers, and keeps what requests are answered when they are forgotten."""
+    """Drafts old answers, and keeps the answers of requests when they end."""
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
@@ -212,7 +216,7 @@ class AnswerLookup:
         self._stats = AcceptanceStats()
 
     def knows(self, sequence: Sequence) -> bool:
-        """True if an old answer says what comes next."""
+        """True if an old answer has tokens that come next."""
         followed = self._followed.get(sequence.request.id) or self._begin(sequence)
         return bool(followed.look_up(sequence).tokens)
 
@@ -249,9 +253,8 @@ class AnswerLookup:
 
 
 class AnswersFirst(CompositeDrafter):
-    """Old answers for the sequences that follow one, and another drafter for the others.
-
-    Where an answer may have been left, it is asked after the other drafter.
+    """Old answers for sequences that follow one, and another drafter for other sequences. If an answer may have been
+    left, the old answers are asked after the other drafter.
     """
 
     def __init__(self, first: Drafter, others: Drafter) -> None:

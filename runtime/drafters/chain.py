@@ -1,14 +1,15 @@
-"""Several drafters: for each sequence the first draft there is (`FirstOf`), or the one that is worth most (`BestOf`).
+"""Several drafters: for each sequence the first draft that is found (`FirstOf`), or the draft that promises most
+(`BestOf`).
 
-Of the latter, lookups cost little, and all of them look that may have the best draft (`Leads`). What one has found is
-sent as it is where its drafts with a match of that length yielded more tokens per second so far than those of the
-others, and than what a model drafts. Elsewhere the model drafts, and a copy of the target's looks at what was looked up
-in one of its steps, before each of them: what it would have drafted itself it need not compute one by one. Behind the
-model's last token lookups go on, as if its tokens had been generated, as far as that pays.
+In `BestOf`, lookups cost little, and all lookups run that may have the best draft (`Leads`). A lookup's draft is sent
+as it is if its drafts with a match of that length have so far yielded more tokens per second than the other lookups'
+drafts and than a model's. Otherwise the model drafts. A copy of the target verifies a lookup's tokens in one of its
+steps before each: tokens that it would have drafted itself need not be computed one by one. Behind the model's last
+token lookups continue, as if its tokens had been generated, as far as that pays.
 
-Which of the drafts is chosen before a model draws anything, by what was generated and drafted before: in each step it
-draws by other numbers (`Sampler.draft_uniform`). A drafter among the lookups that has drawn its tokens is not weighed
-but sent: how many there are may depend on what they are.
+The draft is chosen before a model draws anything, from tokens that were generated and drafted before: in each step the
+model draws by other numbers (`Sampler.draft_uniform`). If a lookup has drawn its tokens, they are sent without
+comparison, since their number may depend on the tokens themselves.
 """
 
 import math
@@ -25,9 +26,10 @@ _LONGER = -1
 
 
 class FirstOf(CompositeDrafter):
-    """Asks each drafter for those sequences for which all before it proposed nothing: the cheap one first.
+    """Asks each drafter for the sequences for which all drafters before it proposed nothing: the cheapest drafter
+    first.
 
-    A drafter is not asked at every step then, and finds several tokens new when it is: all of ours can cope.
+    A drafter is then not asked at every step, and may find several new tokens when it is: all of ours allow that.
     """
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -44,8 +46,8 @@ class FirstOf(CompositeDrafter):
 
 
 class LongestMatch(CompositeDrafter):
-    """Asks every drafter, and takes for each sequence the draft with the longest match; the first drafter's among
-    equals.
+    """Asks every drafter, and takes for each sequence the draft with the longest match; of equal matches, the first
+    drafter's.
 
     A draft whose tokens were drawn from a distribution is taken whatever the other drafters found.
     """
@@ -56,8 +58,8 @@ class LongestMatch(CompositeDrafter):
 
 
 class AcceptsHints(Protocol):
-    """Interface of a self-draft copy (`runtime.drafters.draft_target`), which needs an engine; this module
-    needs none.
+    """Interface of a self-draft copy (`runtime.drafters.draft_target`). It is declared here because this module must
+    not import an engine.
     """
 
     def ask(self, suggest: Suggest) -> None: ...
@@ -73,11 +75,11 @@ class DraftingModel:
     drafter: Drafter
     max_draft_len: int
     step_s: Callable[[int, int], float]
-    """(batch size, context length) -> seconds for one more token of every draft."""
+    """Function (batch size, context length) -> seconds for one more token of every draft."""
     copy: AcceptsHints | None = None
-    """Self-draft among the members, if it verifies suggestions."""
+    """Self-draft copy among the members, if it verifies suggestions."""
     at_once: bool = False
-    """True if one step drafts all tokens."""
+    """True if a single step drafts all tokens."""
 
     @property
     def steps_per_token(self) -> float:
@@ -88,7 +90,9 @@ class DraftingModel:
 
 @dataclass(frozen=True)
 class _Found:
-    """A lookup's draft for a sequence, the tokens that a step yields with it, and the tokens per second."""
+    """A lookup's draft for a sequence, the tokens that a step is expected to yield with it, and the tokens
+    per second.
+    """
 
     draft: Draft
     expected_tokens: float
@@ -101,7 +105,7 @@ class _Found:
 
 
 class BestOf(CompositeDrafter):
-    """Lookups and models. `iteration_s` as for `AdaptiveDrafter`; the target's vocabulary has `vocab_size` ids."""
+    """Lookups and models. `iteration_s` is as in `AdaptiveDrafter`; the target's vocabulary has `vocab_size` ids."""
 
     def __init__(
         self,
@@ -114,10 +118,10 @@ class BestOf(CompositeDrafter):
         super().__init__([*lookups, *(model.drafter for model in self.models)])
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
         self._stats = AcceptanceStats()
-        """Counts of the members by number, and of models' drafts with what was looked up behind them (`_LONGER`)."""
+        """Counts of the members by number, and of models' drafts that a lookup has lengthened (`_LONGER`)."""
         self._leads = Leads(len(self.lookups))
         self._found_now: dict[int, _Found] = {}
-        """Lookups of the current step by request, while models draft."""
+        """Drafts that lookups found in the current step, by request, while models draft."""
         for model in self.models:
             if model.copy is not None:
                 model.copy.ask(self._suggest)
@@ -156,7 +160,7 @@ class BestOf(CompositeDrafter):
         super().forget(request_id)
 
     def _look_up(self, sequences: list[Sequence], max_draft_len: int) -> list[_Found]:
-        """The best draft that the lookups found for each sequence; the first lookup's among equals."""
+        """The best draft that the lookups found for each sequence; of equally good drafts, the first lookup's."""
         found: list[list[tuple[int, _Found]]] = [[] for _ in sequences]
         for number, lookup in enumerate(self.lookups):
             rows = [i for i, sequence in enumerate(sequences) if self._leads.looks(number, sequence)]
@@ -172,7 +176,7 @@ class BestOf(CompositeDrafter):
         return best
 
     def _weigh(self, sequence: Sequence, draft: Draft, number: int, batch_size: int) -> _Found:
-        """Tokens and rate that a lookup's draft should yield, from how its earlier drafts were accepted."""
+        """Tokens and rate that a lookup's draft is expected to yield, from how its earlier drafts were accepted."""
         self._stats.remember(sequence, draft.tokens, draft.match_len, number)
         survivals = self._stats.survivals(sequence, draft.match_len, len(draft.tokens), number)
         expected_tokens = 1 + sum(survivals)
@@ -181,9 +185,8 @@ class BestOf(CompositeDrafter):
         return _Found(weighed, expected_tokens, rate)
 
     def _suggest(self, sequence: Sequence, drafted: list[int]) -> list[int]:
-        """Tokens that the self-draft copy should verify behind these tokens of its draft.
-
-        No more than are likely to be right, because a step with more tokens takes longer.
+        """Tokens that the self-draft copy should verify behind the tokens that it has drafted: no more than are likely
+        to be right, since a step with more tokens takes longer.
         """
         if not drafted:
             found = self._found_now[sequence.request.id]
@@ -199,9 +202,10 @@ class BestOf(CompositeDrafter):
     def _go_on(
         self, sequence: Sequence, draft: Draft, model: DraftingModel, batch_size: int, max_draft_len: int
     ) -> Draft:
-        """The model's draft, and behind it as many tokens of the longest match found there as pay.
+        """The model's draft, followed by as many tokens of the longest match behind it as pay.
 
-        Nothing is appended to drawn tokens: how many of those are sent may depend on what they are.
+        Nothing is appended to tokens that were drawn from a distribution: the number of tokens sent would then depend
+        on the drawn tokens.
         """
         num_drafted, most = len(draft.tokens), min(max_draft_len, sequence.max_draft_len)
         if draft.probs is not None or num_drafted >= most:
@@ -234,8 +238,8 @@ class BestOf(CompositeDrafter):
         return None if found.draft.tokens and found.rate >= best else rates.index(best)
 
     def _model_rate(self, number: int, sequence: Sequence, batch_size: int) -> float:
-        """Tokens per second with the model's draft. Drafting is cheaper where suggested tokens are verified several at
-        once.
+        """Tokens per second that the model's draft is expected to yield. Drafting takes fewer steps if suggested tokens
+        are verified several at once.
         """
         model, context_len = self.models[number], _context_len(sequence)
         num_drafted = min(model.max_draft_len, max(sequence.max_draft_len, 1))
@@ -247,5 +251,5 @@ class BestOf(CompositeDrafter):
 
 
 def _context_len(sequence: Sequence) -> int:
-    """Rounded, so that costs need not be looked up anew at every step."""
+    """The context's length, rounded so that costs need not be looked up anew at every step."""
     return len(sequence.tokens) // _CONTEXT_STEP * _CONTEXT_STEP

@@ -18,7 +18,7 @@ from runtime.drafters.acceptance_stats import PendingDrafts
 from runtime.drafters.draft_state import DraftState
 
 _NUM_CLASSES = 16
-"""Tokens are told apart by how sure the model was of them."""
+"""Number of classes of confidence; tokens are counted by class."""
 _MEMORY, _PRIOR_WEIGHT = 0.998, 4.0
 _RATE_MEMORY = 0.98
 _CONTEXT_STEP = 64
@@ -44,8 +44,8 @@ class ConfidenceStop:
         self._least_to_send = self._least_to_go_on = 0.0
 
     def begin(self, sequences: list[Sequence], max_draft_len: int) -> None:
-        """Learn how many tokens of the last drafts were accepted, and set the probability that the next tokens must
-        have.
+        """Learn how many tokens of the last drafts were accepted, and set the least probability with which a next token
+        is drafted.
         """
         for sequence in sequences:
             self._learn(sequence)
@@ -59,7 +59,7 @@ class ConfidenceStop:
         self._least_to_go_on = rate * (token_s + next_s)
 
     def draft_token(self, draft_state: DraftState, logits: Tensor, sure: float | None = None) -> None:
-        """Draft the next token by (vocab_size,) logits if it pays; end the draft if the token after it would not pay.
+        """Draft the next token from logits [vocab_size] if it pays; end the draft if the token after it would not pay.
 
         `sure` is the predicted chance of acceptance, from a head that predicts it itself.
         """
@@ -96,7 +96,7 @@ class ConfidenceStop:
                 self._right[kind] = self._right[kind] * _MEMORY + (i < num_right)
 
     def _share(self, kind: int) -> float:
-        """Share of correct tokens at this confidence level; a prior until some were counted."""
+        """Share of right tokens at this level of confidence; a prior until some were counted."""
         guess = (1 + (kind + 0.5) / _NUM_CLASSES) / 2
         return (self._right[kind] + _PRIOR_WEIGHT * guess) / (self._seen[kind] + _PRIOR_WEIGHT)
 

@@ -65,11 +65,13 @@ class _FunctionDrafter:
         return [Draft(list(self._function(list(s.tokens), max_draft_len))[:max_draft_len]) for s in sequences]
 
     def forget(self, request_id: int) -> None:
-        """A function keeps nothing between requests."""
+        """Do nothing: a function keeps nothing between requests."""
 
 
 class GuardedDrafter:
-    """The user's drafter: its failures are reported by its name, and it is noted if it ever returned probabilities."""
+    """The user's drafter. Its errors are reported under its name, and it is recorded whether it ever returned
+    probabilities.
+    """
 
     def __init__(self, name: str, drafter: Drafter) -> None:
         self._name, self._drafter = name, drafter

@@ -1,4 +1,4 @@
-"""The draft that a model makes for one sequence, token by token, under the sampling parameters of the request."""
+"""The draft that a model makes for a sequence, token by token, under the request's sampling parameters."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from runtime.core.sampling import NoValidToken, draw
 
 @dataclass
 class DraftState:
-    """A draft in the making, and the sequence with this draft appended, as the drafting model sees it.
+    """A draft that is being made, and the sequence with this draft appended, as the drafting model sees it.
 
     Without `use_logits` the model chooses tokens as the target will, with the same noise at each position, so that
     similar distributions choose the same token. With `use_logits` the tokens of sampling requests are drawn from the
@@ -24,9 +24,9 @@ class DraftState:
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
     confidence_stop: list[int] = field(default_factory=list)
-    """Confidence of the model in each token, if requested (`runtime.drafters.confidence_stop`)."""
+    """Records the model's confidence in each token, if given (`runtime.drafters.confidence_stop`)."""
     survives: float = 1.0
-    """The probability that all its tokens are accepted, by that."""
+    """Probability that all tokens of the draft are accepted, by the model's confidence."""
     has_ended: bool = False
 
     @property
@@ -34,7 +34,7 @@ class DraftState:
         return self.has_ended or len(self.tokens) >= self.max_len
 
     def draft_token(self, logits: Tensor) -> None:
-        """Choose or draw the next token by (vocab_size,) logits, or end the draft."""
+        """Choose or draw the next token from logits [vocab_size], or end the draft."""
         try:
             self._draft_token(logits)
         except NoValidToken:  # for the model that drafts; the target may have one
@@ -47,13 +47,15 @@ class DraftState:
             position = len(draft_sequence.tokens)
             token = draw(probs, draft_sequence.sampler.draft_uniform(position, position - len(self.tokens)))
             self._add(token, probs)
-            # It was drawn, so it stays: leaving an end id out would change the distribution of what is verified.
+            # It was drawn, so it stays: leaving an end id out would change the distribution of the verified tokens.
             self.has_ended |= token in draft_sequence.request.end_ids
         else:
             self._keep(draft_sequence.sampler.choose(draft_sequence.tokens, logits))
 
     def draft_tokens(self, logits: Tensor) -> None:
-        """Choose or draw tokens by [tokens, vocab_size] logits until the draft ends: all at once if none looks back."""
+        """Choose or draw tokens from logits [tokens, vocab_size] until the draft ends; all at once if no choice looks
+        back.
+        """
         sampler = self.draft_sequence.sampler
         if sampler.looks_back or (self.use_logits and not sampler.is_greedy):
             for row in logits:
@@ -87,10 +89,11 @@ class DraftState:
 
 
 def begin_draft(sequence: Sequence, max_draft_len: int, *, use_logits: bool) -> DraftState:
-    """A draft by a model that goes on from the target's K/V; an empty one unless the last token alone is not computed.
+    """A draft by a model that continues from the target's K/V. It is empty unless the last token is the only one that
+    is not computed: the rest of a prompt is computed by the target, once.
 
-    The rest of a prompt is for the target to compute, once. Drafts that choose what is sampled do not begin before the
-    output does: a prompt that is found again would have one then, and the same prompt at first none, for another text.
+    Drafts that decide what is sampled begin only after the output's first token. Otherwise a prompt whose K/V are found
+    would have a draft there, and the same prompt computed for the first time none, which would give another text.
     """
     own = Sequence(sequence.request, list(sequence.tokens), sequence.num_computed, sequence.block_table)
     own.sampler, own.state_slot = sequence.sampler, sequence.state_slot

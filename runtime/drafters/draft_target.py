@@ -1,16 +1,16 @@
 """Drafting by a model: a second, smaller engine, or a copy of the target.
 
-The second engine (the draft model) is that of TensorRT-LLM's Draft-Target-Model example. For every request the drafter
-has a draft sequence: one of its own in the draft engine, which keeps its K/V between steps. What the target made of the
-last draft is taken over by content: where tokens differ the target's replace the draft sequence's, and `num_computed`
-falls back to where they part. The draft model computes a token once, and what it says next never depends on a rejected
-one.
+The second engine (the draft model) works as in TensorRT-LLM's Draft-Target-Model example. For every request the
+drafter has a draft sequence in the draft engine, which keeps its K/V between steps. After a step the draft sequence
+takes over the target's tokens: from the first token that differs, the target's tokens replace its own, and
+`num_computed` falls back to that token. The draft model computes a token once, and its later tokens never depend on a
+rejected one.
 
 The target's own copy, with quantized weights, computes over the target's K/V cache: the last token and its own drafts
 one at a time, and writes their K/V into the slots that follow what the target has computed. The target's step computes
-the same tokens again and overwrites them before it reads. So there is no second cache and no second prompt, and what
-the copy attends to is exact up to the last token that was accepted. No other sequence sees the copy's K/V: it computes
-for draft sequences, and what of a sequence is published, or found again, ends at the sequence's own `num_computed`.
+the same tokens again and overwrites them before it reads. So there is no second cache, no prompt is computed twice,
+and the K/V that the copy attends to are exact up to the last accepted token. No other sequence sees the copy's K/V:
+only tokens below a sequence's own `num_computed` are published or found again.
 """
 
 import torch
@@ -28,10 +28,10 @@ from runtime.util.errors import SpecDecError
 
 
 class DraftModel:
-    """Drafts of a second engine, sampled with the request's own parameters, up to an end id, the request's budget or
-    the draft length.
+    """Drafts of a second engine. Their tokens are sampled with the request's own parameters, and a draft ends at an end
+    id, the request's budget or the draft length.
 
-    `use_logits` as for `DraftState`. `vocab_size` is the target's; ids that only one of the two models has are not
+    `use_logits` as in `DraftState`. `vocab_size` is the target's; ids that only one of the two models has are not
     drafted.
     """
 
@@ -43,11 +43,11 @@ class DraftModel:
 
     @property
     def drafts_at_once(self) -> bool:
-        """True if one pass drafts all tokens of a draft."""
+        """True if a single pass drafts all tokens of a draft."""
         return False
 
     def check_request(self, request: Request) -> None:
-        """SpecDecError if the draft engine could not follow the request to its end."""
+        """SpecDecError if the draft engine cannot follow the request to its end."""
         try:
             self.engine.check_lengths(request)
         except SpecDecError as error:
@@ -135,9 +135,8 @@ _MEMORY = 0.98
 
 
 class SelfDraft:
-    """Drafts of the target's copy, sampled and ended as `DraftModel`'s are.
-
-    `use_logits` as for `DraftState`. With `confidence_stop` drafts end where it says so.
+    """Drafts of the target's copy, sampled and ended as `DraftModel`'s are. `use_logits` as in `DraftState`. With a
+    `confidence_stop` a draft may end earlier.
     """
 
     def __init__(self, engine: Engine, *, use_logits: bool, confidence_stop: ConfidenceStop | None = None) -> None:
@@ -158,7 +157,7 @@ class SelfDraft:
 
     @property
     def steps_per_token(self) -> float:
-        """Number of the copy's steps for each drafted token: less than one where suggestions were right lately."""
+        """Number of the copy's steps for each drafted token: less than one if suggestions were right lately."""
         return self._num_steps / self._num_drafted if self._num_drafted else 1.0
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -185,7 +184,7 @@ class SelfDraft:
             self._confidence_stop.forget(request_id)
 
     def _suggested(self, sequence: Sequence, draft_state: DraftState) -> list[int]:
-        """The suggested tokens, cut to what the draft has room for besides the copy's own next token."""
+        """The suggested tokens, cut to the room that the draft has beside the copy's own next token."""
         most = draft_state.max_len - len(draft_state.tokens) - 1
         return self._suggest(sequence, draft_state.tokens)[:most] if self._suggest and most > 0 else []
 

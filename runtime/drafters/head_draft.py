@@ -34,15 +34,15 @@ from runtime.util.errors import SpecDecError
 _SHORT_ROW = 32
 _LONG_BLOCK = 8
 _LITTLE_BYTES = 16 << 20
-"""Weights beside which what is free is not worth to be looked for."""
+"""Bytes of weights below which it is not worth looking at free memory."""
 _NUM_TIMED, _TIMED_CONTEXTS, _TIMED_BATCHES = 5, (64, 1024), (1, 4)
 
 
 class HeadDraft:
-    """Drafts of a head, sampled with the request's own parameters, up to an end id, the request's budget or the draft
-    length.
+    """Drafts of a head. Their tokens are sampled with the request's own parameters, and a draft ends at an end id, the
+    request's budget or the draft length.
 
-    `use_logits` as for `DraftState`. With a `confidence_stop` a draft ends where this says so.
+    `use_logits` as in `DraftState`. With a `confidence_stop` a draft may end earlier.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HeadDraft:
         self.confidence_stop: ConfidenceStop | None = None
         self.pool = engine.kv_pool if head.reads_target else cache.pool
         self.time_s = 0.0
-        """Seconds that the head has computed."""
+        """Seconds that the head has computed so far."""
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
@@ -94,7 +94,9 @@ class HeadDraft:
             self.confidence_stop.forget(request_id)
 
     def _begin(self, sequence: Sequence, max_draft_len: int) -> DraftState:
-        """A draft that the head can make: none behind a first token, before which there are no hidden states."""
+        """A draft that the head can make: an empty one after a sequence's first token, before which there are no hidden
+        states.
+        """
         longest = min(max_draft_len, self.head.longest_draft or max_draft_len) if sequence.num_computed else 0
         return begin_draft(sequence, longest, use_logits=self.use_logits)
 
@@ -120,8 +122,8 @@ class HeadDraft:
         return outputs
 
     def _row_behind(self, draft_state: DraftState) -> Row | None:
-        """Row with the last token of the sequence, after all unseen tokens before it have been computed; None where
-        hidden states are missing.
+        """Row with the last token of the sequence, after all unseen tokens before it have been computed; None if hidden
+        states are missing.
         """
         sequence, most = draft_state.draft_sequence, self.engine.max_num_tokens
         tokens, table = sequence.tokens, sequence.block_table
@@ -147,8 +149,8 @@ class HeadDraft:
         return Row(slots, end, table, block.num_drafts(length))
 
     def _compute_known(self, rows: list[Row], *, is_context: bool = False) -> Tensor:
-        """Outputs [tokens, state_size] for the last tokens of the rows, as many as each row wants. Tokens behind the
-        first wanted token are masks, the others the sequence's own. Rows with `is_context` want none.
+        """Outputs [tokens, state_size] for the last tokens of the rows, as many as each row wants. Tokens after the
+        first wanted token are masks; the others are the sequence's own. Rows with `is_context` want none.
         """
         longest, cache, head = max(len(row.tokens) for row in rows), self.cache, self.head
         is_block = isinstance(head, BlockHead)
@@ -224,8 +226,8 @@ class HeadDraft:
     def _logits(
         self, draft_states: Seq[DraftState], outputs: list[Tensor], num_drafted: int, known: list[Tensor]
     ) -> tuple[Tensor, Seq[float | None]]:
-        """Logits of each draft's next token, and its chance of acceptance where the head predicts it. Where the logits
-        are already `known`, only the part that depends on the token before is added.
+        """Logits of each draft's next token, and its chance of acceptance if the head predicts that. If `known` has the
+        logits already, only the part that depends on the token before is added.
         """
         start, stacked = time.perf_counter(), torch.stack(outputs)
         chances: Seq[float | None] | None = None
@@ -239,7 +241,7 @@ class HeadDraft:
         return logits, chances or [None] * len(outputs)
 
     def _threads(self) -> AbstractContextManager[None]:
-        """Context for torch code beside the head's kernels: torch's short loops then wake no threads of their own
+        """Context for torch code beside the head's kernels, in which torch's short loops wake no threads of their own
         (`Engine.alone`).
         """
         return self.engine.alone() if self.head.uses_kernels else nullcontext()
@@ -278,7 +280,7 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
     if head.reads_target:
         head.read_layers_of(target)
     if sum(file.stat().st_size for file in config.weight_files) > _LITTLE_BYTES:
-        trim()  # as much as the weights again: those that were read, and packed
+        trim()  # the weights were in memory twice: as read, and packed
     name = digest(map(file_digest, config.weight_files)) if engine.has_disk else None
     cache = engine.add_head(head, name)
     if head.uses_kernels:
@@ -287,7 +289,7 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
 
 
 def _output_of(engine: Engine, config: HeadConfig, embedding: Tensor | None) -> Tensor | None:
-    """The target's output layer, (vocab, hidden), for a head that has none; None for others."""
+    """The target's output layer [vocab, hidden], for a head that has none; None for other heads."""
     if not config.reads_target_output:
         return None
     if (kept := None if engine.directory is None else read_target_output(engine.directory)) is not None:

@@ -13,13 +13,13 @@ from runtime.checkpoint.config import MAX_DRAFT_LEN
 from runtime.util.errors import UsageError
 
 Devices = tuple[int, ...] | None
-"""Device numbers, such as `(0, 1)`, one for each rank of an engine; None: the first devices."""
+"""Device numbers, such as `(0, 1)`, one for each rank of an engine; None for the first devices."""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """Settings that a list or text gives: `[10,2,[0]]` gives a max_draft_len of 10, a max_matching_ngram_size of 2 and
-    the target's device 0. `text` is the value as it was written.
+    """Settings from a list or text: `[10,2,[0]]` gives a max_draft_len of 10, a max_matching_ngram_size of 2 and the
+    target's device 0. `text` is the value as it was written.
     """
 
     text: str
@@ -29,7 +29,7 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a list; `field` None: the entry holds the target's devices."""
+    """An entry of a list. `field` is the setting's name; None for the entry with the target's devices."""
 
     name: str
     field: str | None = None
@@ -129,7 +129,7 @@ class ListForm:
         return Parsed(text, fields, devices)
 
     def write(self, drafter: object, target_devices: tuple[int, ...]) -> str:
-        """The list that chooses the drafter. Devices at the end are left out where they are the default ones."""
+        """The list that chooses the drafter. Devices at the end are left out if they are the default."""
         values = [getattr(drafter, entry.field) if entry.field else target_devices for entry in self.entries]
         if self.entries[-1].field is None and values[-1] == tuple(range(len(values[-1]))):
             values.pop()

@@ -1,8 +1,10 @@
-"""Shared parts of lookups: the text of each sequence's tokens, which is searched, and where a draft ends early.
+"""Shared parts of lookups: the text of a sequence's tokens, which is searched, and the early end of a draft at an end
+id.
 
 A text is kept as a `str` with a character for each token, which needs no index: Python finds a pattern in a thousand
-tokens within a microsecond, so that reading a long prompt costs nothing, and a step little beside its attention to the
-same tokens. An occurrence of a pattern counts where a token follows it, and is given by its end, that token's place.
+tokens within a microsecond. Reading a long prompt thus costs nothing, and a step little beside its attention to the
+same tokens. An occurrence of a pattern counts if a token follows it. It is given by its end, which is that token's
+index.
 """
 
 from abc import ABC, abstractmethod
@@ -13,9 +15,12 @@ from runtime.core.request import Draft, Sequence
 from runtime.drafters.pool import NgramPool
 
 _NUM_CHARACTERS = 0x110000
-"""Ids beyond would share a character: a draft could then be wrong, but is still made of the text's own tokens."""
+"""Number of characters that tokens may use. Two ids beyond it would share a character: a draft could then be wrong, but
+would still consist of the text's own tokens.
+"""
 MAX_OCCURRENCES = 64
-"""Limit on the occurrences counted per pattern, the last ones, so that purely repetitive text costs no more."""
+"""Limit on the occurrences that are counted for a pattern (the last ones), so that repetitive text takes no more time.
+"""
 
 
 class Text:
@@ -29,7 +34,7 @@ class Text:
         return len(self.characters)
 
     def read(self, sequence: Sequence) -> None:
-        """Take in the tokens that are new."""
+        """Append the sequence's new tokens."""
         self.characters += as_characters(sequence.tokens[len(self.characters) :])
 
     def find(self, tail: str, most: int) -> tuple[int, list[int]]:
@@ -42,9 +47,11 @@ class Text:
         return n, self.ends_before(tail[-n:], last) if n else []
 
     def find_longest(self, tail: str, most: int, more_than: int = 0) -> tuple[int, int]:
-        """Like `find`, with the last occurrence only; (more_than, 0) if no suffix of more tokens occurs. Each search
-        looks for one token more than was found, before the place where that was, so together the searches read the
-        text once.
+        """Like `find`, but only the last occurrence; (more_than, 0) if no suffix of more than `more_than` tokens
+        occurs.
+
+        Each search looks for one token more than the last one found, before the place where that was, so together the
+        searches read the text once.
         """
         characters, num_tail = self.characters, len(tail)
         n, end, limit, most = more_than, 0, len(characters) - 1, min(most, num_tail)
@@ -67,16 +74,15 @@ class Text:
 
 @dataclass
 class History:
-    """One request, and those of its tokens that were read."""
+    """A request, and its tokens that have been read."""
 
     sequence: Sequence
     text: Text = field(default_factory=Text)
 
 
 class TextLookup(ABC):
-    """A lookup in the text of each sequence, and with a `pool` also in the outputs of other requests.
-
-    A request's text goes into the pool when it has finished.
+    """A lookup in the text of each sequence and, with a `pool`, in the outputs of other requests. A request's text goes
+    into the pool when the request has finished.
     """
 
     def __init__(self, pool: NgramPool | None) -> None:
@@ -87,7 +93,9 @@ class TextLookup(ABC):
         return [self._look_up(self._read(sequence), max_draft_len) for sequence in sequences]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        """Continuation after these tokens, which follow an indexed sequence. They are not indexed."""
+        """Continuation after the tokens `drafted`, which follow the sequence. These tokens are not added
+        to its text.
+        """
         if (history := self._histories.get(sequence.request.id)) is None:
             return Draft([])
         new = sequence.tokens[history.text.num_tokens :]
@@ -99,7 +107,7 @@ class TextLookup(ABC):
             self.pool.add(history.sequence)
 
     def _read(self, sequence: Sequence) -> History:
-        """The sequence's history, with its tokens of now."""
+        """The sequence's history, updated to its present tokens."""
         history = self._histories.setdefault(sequence.request.id, History(sequence))
         history.sequence = sequence
         history.text.read(sequence)
@@ -111,7 +119,9 @@ class TextLookup(ABC):
 
     @abstractmethod
     def _look_up_after(self, history: History, new: list[int], draft_len: int) -> Draft:
-        """Continuation of the sequence's text followed by these tokens."""
+        """Number of tokens before `end` that equal the last tokens of `tail`, at most `most`. It is found by bisection,
+        comparing slices.
+        """
 
 
 def as_characters(tokens: Iterable[int]) -> str:

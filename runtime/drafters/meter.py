@@ -1,8 +1,9 @@
 """Measures what drafts cost now, relative to the costs measured at build, and how long lookups take.
 
 The costs were measured when the engine was built, in steps whose rows had equally long drafts, perhaps on a busier
-machine. Here the times of steps are fitted by least squares, with old times fading: step time, over the price of a step
-without drafts, against the price of its drafts. The slope is the factor on draft costs.
+machine. Here a line is fitted to the times of steps by least squares, with old times fading: a step's time (divided by
+the price of a step without drafts) against the price of its drafts. The slope is the factor by which draft costs are
+multiplied.
 """
 
 from collections.abc import Callable
@@ -11,35 +12,37 @@ from collections.abc import Sequence as Seq
 from runtime.core.request import Sequence
 
 Clock = Callable[[], float]
-"""Seconds, from any beginning."""
+"""Function that returns seconds, counted from any beginning."""
 
 _MEMORY, _LOOK_MEMORY = 0.98, 0.9
 _PRIOR, _PRIOR_SLOPE, _PRIOR_SPREAD = 12.0, 1.3, 0.2
-"""Prior: its weight in steps, the drafts' real cost over the measured one, and the spread in steps: rows of unequal
-lengths cost more than measured ones (1.1 to 2 times, SmolLM2 135M, 2 to 16 rows)."""
+"""Prior: its weight in steps, the ratio of the drafts' real cost to the measured cost, and the spread of the prices.
+The ratio is above 1 because rows of unequal lengths cost more than measured rows (1.1 to 2 times, SmolLM2 135M, 2 to 16
+rows).
+"""
 _MOST = 4.0
-"""Factor beyond which a step's time over its predicted cost counts as a disturbance."""
+"""Ratio of a step's time to its predicted time beyond which the step is taken to be disturbed."""
 
 
 class Meter:
-    """Learns `factor`, by which the price of draft tokens is multiplied, and how long looking for drafts takes."""
+    """Learns `factor`, by which the price of draft tokens is multiplied, and the time of looking for drafts."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._last = clock()
         self._ids: set[int] = set()
         self._prices = (0.0, 0.0)
-        """Predicted costs of the step in progress: without drafts, and with those sent."""
+        """Predicted costs of the running step: without drafts, and with the drafts that were sent."""
         self._weight = self._mean_added = self._mean_time = 0.0
         self._added_squares = self._products = 0.0
-        """Sums of (added - its mean)^2 and of (added - its mean) (time - its mean)."""
+        """Sums of (added - its mean)^2 and of (added - its mean) x (time - its mean)."""
         self._looked: set[int] = set()
         self._num_looks = self._num_looks_with_new = 0.0
-        """Past looks, which fade."""
+        """Number of past looks; it decays."""
         self.look_s = 0.0
-        """Seconds for a sequence that was looked at before."""
+        """Seconds of a look for a sequence that was looked at before."""
         self.look_with_new_s = 0.0
-        """Seconds for any, of which a new one takes longer, once."""
+        """Seconds of a look for any sequence; the first look for a new sequence takes longer."""
 
     @property
     def factor(self) -> float:
@@ -52,7 +55,7 @@ class Meter:
         return min(max(slope / max(alone, 1.0), 1 / _MOST), _MOST)
 
     def see(self, sequences: Seq[Sequence]) -> None:
-        """Learn from how long the step took that produced these tokens; a step that computed a new prompt is not
+        """Learn from the time of the step that produced these tokens. A step that computed a new prompt is not
         counted.
         """
         if not self._ids:
@@ -72,7 +75,7 @@ class Meter:
         self._products = self._products * _MEMORY + beyond * (time - self._mean_time)
 
     def sent(self, sequences: Seq[Sequence], alone_s: float, price_s: float) -> None:
-        """Tell that the next step has these sequences; `alone_s` and `price_s` are its prices without and with their
+        """Note that the next step has these sequences; `alone_s` and `price_s` are its prices without and with their
         drafts.
         """
         self._ids = {sequence.request.id for sequence in sequences}
@@ -80,7 +83,7 @@ class Meter:
         self._last = self._clock()
 
     def looked(self, sequences: Seq[Sequence], seconds: float) -> None:
-        """Tell how long the lookups took."""
+        """Note how long the lookups took."""
         ids, each_s = {sequence.request.id for sequence in sequences}, seconds / len(sequences)
         if ids <= self._looked:
             self._num_looks = self._num_looks * _LOOK_MEMORY + 1

@@ -1,10 +1,13 @@
-"""Drafts by n-gram lookup: what followed the sequence's last tokens when they occurred before, in it or in a corpus.
+"""Drafts by n-gram lookup: the tokens that followed the sequence's last tokens at an earlier occurrence, in the
+sequence or in a corpus.
 
-Of a sequence's own it has the behaviour of TensorRT-LLM's NgramPool (examples/ngram/run_dtm_ngram.py): the longest
-pattern first, the oldest continuation, private to each request. Two of its habits are left out: without a match nothing
-is drafted (it sends a dummy token), and while no continuation has its full length the oldest is taken (it takes the
-newest, which is the shortest). Other rankings choose another occurrence. A pattern is mapped to where the chosen one
-ended; the continuation is read from the sequence itself. A public pool is asked where the sequence has no match.
+Within a sequence it behaves like TensorRT-LLM's NgramPool (examples/ngram/run_dtm_ngram.py): the longest pattern first,
+its oldest continuation, private to each request. Two habits of NgramPool are left out. Without a match nothing is
+drafted (NgramPool sends a dummy token). If no continuation has the full length yet, the oldest is taken (NgramPool
+takes the newest, which is the shortest). Other rankings choose another occurrence.
+
+A pattern is mapped to the end of the chosen occurrence, and the continuation is read from the sequence itself. A public
+pool is searched if the sequence has no match.
 """
 
 from typing import get_args
@@ -24,7 +27,7 @@ class NgramLookup(TextLookup):
     """Looks up the last `max_matching_ngram_size`, then fewer, tokens of each sequence in that sequence.
 
     With max_matching_ngram_size 2 and the tokens 7 8 9 5 8 9 the pattern (8, 9) first ended before the 5: the draft is
-    5 8 9, cut to the draft length. Where several occurrences have a follower, `ranking` chooses
+    5 8 9, cut to the draft length. If several occurrences have a follower, `ranking` chooses
 
     - oldest: the first;
     - leftmost: the first too, with drafts token for token those of transformers' prompt lookup
@@ -32,8 +35,8 @@ class NgramLookup(TextLookup):
     - recent: the last;
     - frequent: the last of those with the most frequent follower (of equally frequent ones the latest).
 
-    The continuations of `recent` and `frequent` often reach the sequence's end, where they go on in the draft itself:
-    after 1 2 3 1 2 3 comes 1 2 3 1 2 3 1 ... .
+    Continuations of `recent` and `frequent` often reach the sequence's end, and continue in the draft itself: the draft
+    after 1 2 3 1 2 3 is 1 2 3 1 2 3 1 ...
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class NgramLookup(TextLookup):
         return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
 
     def _found(self, history: History, tokens: list[int], tail: str, draft_len: int) -> Draft | None:
-        """Continuation of the longest pattern that `tokens` end with (`tail` has them as characters); None if no
-        pattern occurs.
+        """Continuation of the longest pattern at the end of `tokens` (`tail` has the same tokens as characters); None
+        if no pattern occurs.
         """
         size, last = history.text.find_longest(tail, self.max_matching_ngram_size)
         if size < self.min_matching_ngram_size:
@@ -84,7 +87,7 @@ class NgramLookup(TextLookup):
         return Draft(cut_at_end_id(draft, history.sequence.request.end_ids), match_len=match_len)
 
     def _choose(self, history: History, pattern: str, last: int) -> int:
-        """Choose an occurrence of the pattern by the ranking; `end` is the last occurrence."""
+        """End of the occurrence that the ranking chooses for the pattern; `last` is the end of the last occurrence."""
         if self.ranking == "recent":
             return last
         if self.ranking != "frequent":
@@ -103,8 +106,8 @@ class NgramLookup(TextLookup):
 class CorpusLookup:
     """Looks up the longest end of each sequence, of at most `max_matching_ngram_size` tokens, that is in the corpus.
 
-    The draft is the most frequent token after it, then the most frequent after that one, as long as one occurrence in
-    eight agrees. Nothing is kept of requests.
+    The draft is the most frequent next token, then the most frequent token after that, as long as one occurrence in
+    eight agrees. Nothing is kept between requests.
     """
 
     def __init__(self, corpus: Corpus, max_matching_ngram_size: int, *, min_matching_ngram_size: int = 1) -> None:
@@ -116,7 +119,7 @@ class CorpusLookup:
         return [self._lookup(sequence, max_draft_len) for sequence in sequences]
 
     def forget(self, request_id: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept of requests."""
 
     def _lookup(self, sequence: Sequence, max_draft_len: int) -> Draft:
         draft_len = min(max_draft_len, sequence.max_draft_len)

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenDrafter:
-    """A drafter at work, and what a session needs to know about its parts."""
+    """A drafter at work, with the facts about its parts that a session needs."""
 
     drafter: Drafter
     max_draft_len: int | None
-    """None: as long as the engine takes."""
+    """Longest draft; None for as long as the engine takes."""
     pools: "Seq[NgramPool | Answers]" = field(default_factory=list)
     draft_model: "DraftModel | None" = None
     self_draft: "SelfDraft | None" = None
@@ -41,7 +41,7 @@ class OpenDrafter:
 
     @property
     def is_model(self) -> bool:
-        """True if drafting with it costs time."""
+        """True if a model makes its drafts, which takes time."""
         return bool(self._models)
 
     @property
@@ -54,7 +54,7 @@ class OpenDrafter:
         return any(drafter.has_given_probs for drafter in self.guarded) or any(one.use_logits for one in self._models)
 
     def clear_pools(self) -> None:
-        """Forget what finished requests left to others."""
+        """Forget the outputs of finished requests."""
         for pool in self.pools:
             pool.clear()
         if self.owner_pools is not None:
@@ -66,7 +66,7 @@ class Opener(Protocol):
 
     @property
     def costs(self) -> "CostModel | None":
-        """Costs of the target's steps; None: drafts have a fixed length."""
+        """Costs of the target's steps; None if drafts have a fixed length."""
 
     @property
     def owner_pools(self) -> OwnerPools:
@@ -75,21 +75,21 @@ class Opener(Protocol):
     def clock(self) -> float: ...
 
     def answers(self) -> "Answers":
-        """The answers that were given before, those on disk too where the engine has one."""
+        """Old answers, in memory and, if the engine keeps K/V on disk, on disk."""
 
     def guarded(self, drafter: "GuardedDrafter", max_draft_len: int | None) -> OpenDrafter:
-        """The user's own drafter, wrapped (`runtime.drafters.custom`)."""
+        """Wrap the user's own drafter (`runtime.drafters.custom`)."""
 
     def draft_model(
         self, model: str | Path, devices: tuple[int, ...] | None, settings: "DraftModelSettings"
     ) -> OpenDrafter:
-        """A draft model, by its name or its engine's directory."""
+        """Open a draft model, by its name or its engine's directory."""
 
     def self_draft(self, settings: "ModelSettings") -> OpenDrafter:
-        """The target's own quantized copy."""
+        """Open the target's self-draft copy."""
 
     def head(self, config: "HeadConfig", settings: "ModelSettings") -> OpenDrafter:
-        """A trained head that reads the target's hidden states."""
+        """Open a trained head, which reads the target's hidden states."""
 
 
 class ModelSettings(Protocol):
@@ -103,7 +103,7 @@ class ModelSettings(Protocol):
 
 
 class DraftModelSettings(ModelSettings, Protocol):
-    """Settings of drafters that are models of their own."""
+    """Settings of drafters that are separate models."""
 
     @property
     def num_masks(self) -> int | None: ...
@@ -117,9 +117,8 @@ def adapted(
     *,
     at_once: bool = False,
 ) -> Drafter:
-    """The drafter itself; where step costs are known, with its drafts cut to the length that pays.
-
-    `draft_s` and `at_once` as for `AdaptiveDrafter`.
+    """The drafter; if step costs are known, with its drafts cut to the length that pays. `draft_s` and `at_once` as in
+    `AdaptiveDrafter`.
     """
     if costs is None:
         return drafter
@@ -127,7 +126,7 @@ def adapted(
 
 
 class BoundedDrafter(CompositeDrafter):
-    """A drafter with its own `max_draft_len`, smaller than other drafters' in its chain or the server's."""
+    """A drafter whose own `max_draft_len` is smaller than that of other drafters in its chain, or than the server's."""
 
     def __init__(self, drafter: Drafter, max_draft_len: int) -> None:
         super().__init__([drafter])

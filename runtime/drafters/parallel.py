@@ -1,9 +1,9 @@
-"""Drafting by a parallel draft model (PARD, arXiv 2504.18583): an ordinary small model that was taught to fill mask
-tokens, so that one pass drafts several tokens.
+"""Drafting by a parallel draft model (PARD, arXiv 2504.18583): an ordinary small model that was trained to fill in
+mask tokens, so that one pass drafts several tokens.
 
-Behind the sequence's last token stand as many mask tokens as the draft is to have, less one. The logits at the last
-token are those of the first drafted token, those at the first mask of the second, and so on. For a draft of four tokens
-after `a b` the pass computes `b M M M`. The keys and values of masks are never kept: the next pass overwrites them.
+The sequence's last token is followed by mask tokens, one fewer than the draft is to have. The logits at the last token
+give the first drafted token, the logits at the first mask the second, and so on. For a draft of four tokens after `a
+b` the pass computes `b M M M`. The keys and values of masks are never kept: the next pass overwrites them.
 """
 
 from runtime.core.batch import generation_row
@@ -15,9 +15,8 @@ from runtime.engine.engine import Engine
 
 
 class ParallelDraftModel(DraftModel):
-    """`DraftModel` that drafts all tokens of a draft in one pass, with `mask_token` behind the sequence.
-
-    With a `confidence_stop` a draft ends where this says so.
+    """`DraftModel` that drafts all tokens of a draft in one pass, with `mask_token` behind the sequence. With a
+    `confidence_stop` a draft may end earlier.
     """
 
     def __init__(self, engine: Engine, vocab_size: int, mask_token: int, *, use_logits: bool) -> None:

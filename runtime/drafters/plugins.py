@@ -1,7 +1,8 @@
 """Drafters of other packages: classes that installed packages name in the entry point group `specdec.drafters`.
 
 A package with the lines below in its pyproject.toml adds a drafter; its class is described like the classes of
-`runtime.drafters.specs`. A package that cannot be used is warned of in one sentence, and changes nothing else.
+`runtime.drafters.specs`. For a package that cannot be used there is a warning of one sentence, and everything else
+works.
 
     [project.entry-points."specdec.drafters"]
     echo = "specdec_echo:EchoDrafter"
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
 
 GROUP = "specdec.drafters"
 _NOT_NAMES = {"auto", "chain", "none", "predicted", "corpus"}
-"""Words that stand for something else in lists of drafters and in counts by drafter."""
+"""Words that are not allowed as names: they stand for something else in lists of drafters and in counts by drafter."""
 _TYPES = {int, float, bool, str, Path, NoneType}
 _problems: list[str] = []
 
 
 def load_plugins() -> None:
-    """Import the drafters of installed packages into `DRAFTERS`. `tell_problems` tells which were left out, and why."""
+    """Import the drafters of installed packages into `DRAFTERS`. `tell_problems` warns of drafters that
+    were left out.
+    """
     for entry in _entry_points():
         module = sys.modules.get(entry.module)
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
@@ -54,7 +57,9 @@ def tell_problems() -> None:
 
 
 def _entry_points() -> "list[EntryPoint]":
-    """The entries of the group, in the order of their names. Without any, `importlib.metadata` is not imported."""
+    """The entries of the group, in the order of their names. If no package has any, `importlib.metadata` is not
+    imported.
+    """
     if not any(_may_name_drafters(path) for path in _entry_files()):
         return []
     from importlib.metadata import entry_points
@@ -78,7 +83,7 @@ def _may_name_drafters(path: Path) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    """The error's message in one line."""
+    """The error's message, in one line."""
     text = error.message if isinstance(error, SpecDecError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
 
@@ -90,7 +95,9 @@ def _check_class(spec: Any) -> None:
 
 
 def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
-    """SpecDecError unless the class is a complete spec whose name, flags and algorithm none of the `others` has."""
+    """SpecDecError unless the class is a complete spec, and none of the `others` has its name, a flag of its own or its
+    algorithm.
+    """
     described, abstract = spec.description, sorted(spec.__abstractmethods__)
     if not dataclasses.is_dataclass(spec) or abstract:
         raise SpecDecError(f"the class {spec.__name__} lacks {', '.join(abstract) or '`@dataclass(frozen=True)`'}")

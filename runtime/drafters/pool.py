@@ -1,8 +1,8 @@
-"""The public pool: what earlier requests generated, as n-gram counts in bounded memory.
+"""The public pool: the outputs of earlier requests, as n-gram counts in bounded memory.
 
-The pool is at any time exactly the statistics of its last texts, at most `max_tokens` generated tokens: the oldest text
-leaves as a new one comes, token by token. Prompts are not in it, their last tokens only as patterns before an output's
-first: what users ask repeats less than what a model answers, and a request has its own prompt at hand anyway.
+The pool always has exactly the statistics of its last texts, at most `max_tokens` generated tokens: as a new text
+comes, the oldest leaves token by token. It contains no prompts, except their last tokens as patterns before an output's
+first token: prompts repeat less than answers, and a request has its own prompt at hand anyway.
 """
 
 from collections import deque
@@ -25,7 +25,9 @@ class _Followers:
             self.best = token
 
     def remove(self, token: int) -> None:
-        """Remove the oldest occurrence of a follower; the order of the last occurrences stays."""
+        """Remove the oldest occurrence of a follower; the order of the other followers stays, which is by their last
+        occurrence.
+        """
         self.counts[token] -= 1
         if not self.counts[token]:
             del self.counts[token]
@@ -37,7 +39,7 @@ class _Followers:
 class _Text:
     tokens: list[int]
     num_context: int
-    """Number of its first tokens that are the end of the prompt."""
+    """Number of first tokens that are the end of the prompt."""
 
     @property
     def num_generated(self) -> int:
@@ -66,7 +68,7 @@ class NgramPool:
         self._followers.clear()
 
     def add(self, sequence: Sequence) -> None:
-        """Add the tokens that the request generated; of a text longer than the pool, its end."""
+        """Add the tokens that the request generated. If they are more than the pool holds, their end is added."""
         tokens = sequence.tokens
         first = max(len(sequence.request.prompt_tokens), len(tokens) - self.max_tokens)
         num_context = min(first, self.max_matching_ngram_size)
@@ -81,10 +83,8 @@ class NgramPool:
             self._followers.setdefault(pattern, _Followers()).add(follower)
 
     def find(self, tokens: list[int], min_size: int = 1) -> tuple[int, int] | None:
-        """(n, token): the most frequent follower of the longest known pattern at the end; the latest of equally
-        frequent ones.
-
-        None if not even the last `min_size` tokens are known.
+        """(n, token): the size of the longest known pattern at the end of `tokens`, and its most frequent follower; of
+        equally frequent ones, the latest. None if no pattern of at least `min_size` tokens is known.
         """
         for n in range(min(self.max_matching_ngram_size, len(tokens)), min_size - 1, -1):
             followers = self._followers.get(tuple(tokens[-n:]))
@@ -93,7 +93,7 @@ class NgramPool:
         return None
 
     def draft(self, tokens: list[int], draft_len: int) -> list[int]:
-        """`find` again and again, each token found becoming part of the next pattern."""
+        """Draft by `find` again and again: each token found becomes part of the next pattern."""
         tail, draft = tokens[-self.max_matching_ngram_size :], list[int]()
         while len(draft) < draft_len and (found := self.find(tail)) is not None:
             draft.append(found[1])

@@ -1,11 +1,11 @@
-"""Pools of earlier outputs by owner and scope, in which lookups go on searching where a sequence's own text ends.
+"""Pools of earlier outputs by owner and scope. Lookups search them if a sequence's own text has no longer match.
 
-A pool is the last outputs of the requests that have one scope in common: an owner, a system prompt, a JSON schema, or a
-tool that was called. It is a text with a character for each token, in which outputs stand one behind the other, each
-after the last tokens of its prompt, so that the beginning of an answer is found too.
+A pool has the last outputs of the requests that share a scope: an owner, a system prompt, a JSON schema, or a tool that
+was called. It is a text with a character for each token. Outputs stand one behind the other, each after the last tokens
+of its prompt, so that the beginning of an answer is found too.
 
-The pools of an owner are reached by the owner's name alone (`Request.cache_salt`): a draft of another owner's tokens
-cannot be made, whatever the scopes are. Their number and their size are bounded; what was used longest ago goes first.
+An owner's pools are reached by the owner's name alone (`Request.cache_salt`), so tokens of another owner are never
+drafted, whatever the scopes are. The number and size of pools are limited; the least recently used are removed first.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -18,21 +18,21 @@ from runtime.drafters.lookup import Text, as_characters, cut_at_end_id, most_fre
 from runtime.drafters.protocol import CompositeDrafter, Drafter, ask, look_ahead
 
 MOST_TOKENS = 1 << 21
-"""Tokens of all pools together: 8 MB."""
+"""Most tokens of all pools together, 8 MB."""
 MOST_OWNERS, MOST_POOLS_OF_OWNER = 4096, 128
 _MOST_TOKENS_OF: dict[ScopeKind, int] = {"tool": 1 << 14, "schema": 1 << 14, "system": 1 << 14, "owner": 1 << 15}
-"""Tokens of one pool. A search reads all of it, 30 microseconds for the largest."""
+"""Most tokens of a pool. A search reads all of it, which takes 30 microseconds for the largest pool."""
 _LONGEST_MATCH = 31
-"""Limit on a match, and number of a prompt's last tokens that stand before an output."""
+"""Limit on a match, and number of the prompt's last tokens that stand before an output."""
 _END = chr(0x10FFFF)
-"""Stands behind each output, and for no token."""
+"""Character behind each output, which stands for no token."""
 
 
 class OutputStore(Protocol):
-    """Interface of what keeps outputs over a restart: an engine with K/V on disk."""
+    """Interface of a store that keeps outputs over a restart: an engine with K/V on disk."""
 
     def keep_output(self, salt: str | None, scopes: Seq[Scope], tokens: list[int]) -> None:
-        """Keep an output of an owner, with the last tokens of its prompt; done later, in another thread."""
+        """Keep an output of an owner, with the last tokens of its prompt. It is written later, in another thread."""
 
     def kept_outputs(self, salt: str | None) -> list[tuple[list[Scope], list[int]]]:
         """The owner's last outputs, the oldest first."""
@@ -45,14 +45,14 @@ class Pool:
         self.max_tokens = max_tokens
         self._text = Text()
         self._lengths: deque[int] = deque()
-        """Characters of each output, its end counted."""
+        """Number of characters of each output, with its end."""
 
     @property
     def num_tokens(self) -> int:
         return len(self._text.characters) - len(self._lengths)
 
     def add(self, characters: str) -> None:
-        """Add an output; of one longer than the pool, its end. The oldest outputs make room."""
+        """Add an output, or its end if it is longer than the pool. The oldest outputs make room."""
         added, text = characters[-self.max_tokens :] + _END, self._text.characters
         num_dropped, num_kept = 0, self.num_tokens + len(added) - 1
         while num_kept > self.max_tokens:
@@ -62,8 +62,8 @@ class Pool:
         self._lengths.append(len(added))
 
     def find(self, tail: str, more_than: int) -> tuple[int, list[int]]:
-        """(n, ends): length of the longest suffix of `tail`, of more than so many tokens, that an output goes on after,
-        and the ends of its occurrences, last first; (0, []) if there is none.
+        """(n, ends): length of the longest suffix of `tail`, of more than `more_than` tokens, that occurs in an output
+        with a token behind it, and the ends of its occurrences, last first; (0, []) if there is none.
         """
         n, last = self._text.find_longest(tail, _LONGEST_MATCH, more_than)
         if not last:
@@ -73,7 +73,9 @@ class Pool:
         return (n, ends) if ends else (0, [])
 
     def continuation(self, ends: list[int], draft_len: int) -> list[int]:
-        """The most frequent token at these places, then the most frequent after it, to the end of an output."""
+        """The most frequent token at these places, then the most frequent token after it, up to the end
+        of an output.
+        """
         characters, draft = self._text.characters, list[int]()
         while ends and len(draft) < draft_len:
             best = most_frequent([ord(characters[end]) for end in ends])
@@ -85,14 +87,14 @@ class Pool:
 
 
 class OwnerPools:
-    """The pools of all owners, for the lookups of one engine; outputs that `store` has are read at an owner's first
-    use.
+    """The pools of all owners, for the lookups of an engine. Outputs in `store` are read when an owner is
+    first used.
     """
 
     def __init__(self, store: OutputStore | None = None, max_tokens: int = MOST_TOKENS) -> None:
         self._store, self.max_tokens = store, max_tokens
         self._owners: OrderedDict[str | None, OrderedDict[tuple[str, str], Pool]] = OrderedDict()
-        """Each owner's pools by kind and digest of their scope; the one that was used last is the last."""
+        """Each owner's pools, by the kind and digest of their scope; the last used owner is the last."""
         self._running: dict[int, Sequence] = {}
         self.num_pools: Counter[ScopeKind] = Counter()
         self.num_tokens: Counter[ScopeKind] = Counter()
@@ -104,11 +106,11 @@ class OwnerPools:
         self.num_tokens.clear()
 
     def see(self, sequences: Seq[Sequence]) -> None:
-        """Remember sequences, whose outputs are learned when they are over."""
+        """Remember these sequences; their outputs are added when they have ended."""
         self._running.update((sequence.request.id, sequence) for sequence in sequences)
 
     def learn(self, request_id: int) -> None:
-        """Learn the output of a sequence that was seen, once."""
+        """Add the output of a remembered sequence, once."""
         sequence = self._running.pop(request_id, None)
         if sequence is None or not sequence.num_generated:
             return
@@ -120,8 +122,9 @@ class OwnerPools:
             self._store.keep_output(request.cache_salt, scopes, tokens)
 
     def draft(self, sequence: Sequence, drafted: list[int], more_than: int, draft_len: int) -> Draft:
-        """The continuation of the longest match of more than so many tokens, after `drafted` tokens behind the
-        sequence, in the pools of the request; the most specific pool's of equally long ones.
+        """The continuation of the longest match of more than `more_than` tokens in the request's pools. The match is of
+        the sequence's last tokens, followed by the tokens `drafted`. Of equally long matches, the most specific pool's
+        is taken.
         """
         request = sequence.request
         pools = self._pools_of(request.cache_salt)
@@ -143,7 +146,7 @@ class OwnerPools:
         return Draft(tokens, match_len=match_len)
 
     def _pools_of(self, owner: str | None) -> OrderedDict[tuple[str, str], Pool]:
-        """The owner's pools, which are read from the store at the first use."""
+        """The owner's pools, which are read from the store at first use."""
         pools = self._owners.get(owner)
         if pools is None:
             if len(self._owners) >= MOST_OWNERS:
@@ -174,20 +177,20 @@ class OwnerPools:
                 self._remove_first(pools)
 
     def _remove_first_owner(self) -> None:
-        """Remove the pools of the owner that asked longest ago."""
+        """Remove the pools of the owner that was least recently used."""
         _, pools = self._owners.popitem(last=False)
         while pools:
             self._remove_first(pools)
 
     def _remove_first(self, pools: OrderedDict[tuple[str, str], Pool]) -> None:
-        """Remove the pool that was used longest ago."""
+        """Remove the least recently used pool."""
         (kind, _), pool = pools.popitem(last=False)
         self.num_pools[kind] -= 1  # type: ignore[index]
         self.num_tokens[kind] -= pool.num_tokens  # type: ignore[index]
 
 
 def _scopes_of(sequence: Sequence) -> list[Scope]:
-    """Scopes that an output belongs to: of tools, those whose names are in its text."""
+    """Scopes that an output belongs to. A tool is among them if its name is in the output's text."""
     scopes = sequence.request.scopes
     if all(scope.kind != "tool" for scope in scopes) or sequence.request.decode is None:
         return [scope for scope in scopes if scope.kind != "tool"]
@@ -196,7 +199,7 @@ def _scopes_of(sequence: Sequence) -> list[Scope]:
 
 
 class PooledLookup(CompositeDrafter):
-    """A lookup's drafts, and where a pool has a longer match than the lookup found, that pool's."""
+    """A lookup's drafts; if a pool has a longer match than the lookup, the pool's draft."""
 
     def __init__(self, lookup: Drafter, pools: OwnerPools) -> None:
         super().__init__([lookup])

@@ -1,8 +1,8 @@
 """Drafts from a predicted output: the text that the user expects, such as a file of which a few lines will change.
 
 The prediction is followed token by token from its start. Where the output differs from it, the output's last tokens are
-searched in the prediction, and the occurrence nearest to the point where the two parted is followed: after a changed
-line most of the rest is as predicted.
+searched in the prediction, and the occurrence nearest to the point where the two parted is followed. After a changed
+line, most of the rest is as predicted.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,15 @@ from runtime.core.request import Draft, Sequence
 from runtime.drafters.lookup import cut_at_end_id
 
 _SHORTEST, _LONGEST = 2, 8
-"""Tokens of the output that must be found again after it left the prediction, and of which more count no more."""
+"""Least number of the output's last tokens that must be found again in the prediction after the output left it, and the
+number beyond which a longer match counts no more.
+"""
 _SHORTEST_COPY = 4
-"""The same of a text of which parts may be copied."""
+"""The same least number for a text of which parts may be copied."""
 _WINDOW = 32
-"""Tokens ahead in which a single token counts as found, right after the output left the prediction."""
+"""Number of tokens ahead within which a single token counts as found, right after the output left the prediction."""
 _MAX_GUESSES = 2
-"""Steps in a row that draft from where a replaced token would have been, though nothing was found."""
+"""Steps in a row that draft as if a single token had been replaced, though no match was found."""
 
 
 @dataclass
@@ -26,17 +28,17 @@ class _Place:
 
     next: int = 0
     num_seen: int = 0
-    """Generated tokens that were looked at."""
+    """Number of generated tokens that were compared."""
     num_matched: int = 0
-    """Tokens in a row that were as predicted."""
+    """Number of tokens in a row that were as predicted."""
     num_guesses: int = 0
 
 
 class PredictionLookup:
-    """Looks up one predicted output, for all requests that expect it.
+    """Looks up a predicted output, for all requests that expect this output.
 
-    With `is_whole` false, a text of which the output may copy parts: drafts begin where the output has begun to copy,
-    and no token counts as predicted.
+    With `is_whole` false the text is not a prediction, but one of which the output may copy parts: drafts begin when
+    the output has begun to copy, and no token counts as predicted.
     """
 
     def __init__(self, prediction: list[int], *, is_whole: bool = True) -> None:
@@ -66,7 +68,7 @@ class PredictionLookup:
         return Draft(draft, match_len=place.num_matched, num_predicted=len(draft) if self._is_whole else 0)
 
     def _move(self, place: _Place, output: list[int]) -> None:
-        """Follow the new tokens through the prediction; where they differ, look up where to go on."""
+        """Follow the new tokens through the prediction; if they differ, search where to continue."""
         has_left = False
         for token in output[place.num_seen :]:
             is_expected = place.next < len(self.prediction) and self.prediction[place.next] == token
@@ -99,13 +101,13 @@ class PredictionLookup:
 
 
 class CopiedTexts:
-    """Looks up each request's own text of which its output may copy parts, for requests that have such a text."""
+    """Looks up texts of which outputs may copy parts: each request has a text of its own, or none."""
 
     def __init__(self) -> None:
         self._lookups: dict[int, PredictionLookup] = {}
 
     def add(self, request_id: int, tokens: list[int]) -> None:
-        """Look up in these tokens for this request, until it is forgotten."""
+        """Have this request look up in these tokens, until it is forgotten."""
         self._lookups[request_id] = PredictionLookup(tokens, is_whole=False)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:

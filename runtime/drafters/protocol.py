@@ -1,4 +1,4 @@
-"""Interface between a loop and a drafter, drafters that ask other drafters, and the checks of what is proposed."""
+"""Interface between a loop and a drafter, drafters that ask other drafters, and the checks of proposed drafts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -10,10 +10,10 @@ from runtime.core.request import Draft, Request, Sequence
 from runtime.util.errors import SpecDecError
 
 Suggest = Callable[[Sequence, list[int]], list[int]]
-"""(sequence, draft so far) -> tokens that may come next."""
+"""Function (sequence, draft so far) -> tokens that may come next."""
 
 DraftFunction = Callable[[list[int], int], list[int]]
-"""(a sequence's tokens, the longest draft) -> draft tokens; the simplest drafter."""
+"""Function (a sequence's tokens, the longest draft) -> draft tokens; the simplest drafter."""
 
 
 class Drafter(Protocol):
@@ -24,7 +24,7 @@ class Drafter(Protocol):
     """
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        """One draft per sequence, each of at most `max_draft_len` tokens; an empty one where there is no proposal."""
+        """A draft for each sequence, of at most `max_draft_len` tokens; an empty draft for no proposal."""
         ...
 
     def forget(self, request_id: int) -> None:
@@ -40,7 +40,7 @@ def check_request(drafter: Drafter | None, request: Request) -> None:
 
 
 def look_ahead(drafter: Drafter, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-    """Propose a draft as if these tokens came next, by the drafter's `look_ahead`; an empty draft without such a
+    """Propose a draft as if these tokens came next, by the drafter's `look_ahead`; an empty draft if it has no such
     method.
 
     The drafter knows the sequence, perhaps not its last tokens, and must not learn from `tokens`: they are unverified.
@@ -50,24 +50,26 @@ def look_ahead(drafter: Drafter, sequence: Sequence, drafted: list[int], max_dra
 
 
 def knows(drafter: Drafter, sequence: Sequence) -> bool:
-    """True if the drafter has more than a lookup's hope, such as an old answer, by its `knows`; False without such a
-    method. It is called before each step, for every sequence, so that the drafter learns of all of them.
+    """True if the drafter has better grounds than a lookup, such as an old answer; its method `knows` says so. False
+    without such a method. The method is called before each step, for every sequence, so that the drafter sees all of
+    them.
     """
     found = getattr(drafter, "knows", None)
     return found is not None and found(sequence)
 
 
 def ask(drafter: Drafter, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-    """A draft for each sequence; SpecDecError where the drafter, which may be a user's, has another number of them."""
+    """A draft for each sequence; SpecDecError if the drafter, which may be a user's, gives another number of drafts."""
     drafts = drafter.propose(sequences, max_draft_len) if sequences else []
     check_num_drafts(drafts, len(sequences))
     return drafts
 
 
 class CompositeDrafter(ABC):
-    """A drafter that asks other drafters, its `members`. A subclass says what becomes of their drafts.
+    """A drafter that asks other drafters, its `members`. A subclass decides how their drafts are used.
 
-    The members check requests, look ahead and forget. Of what they find ahead, the longest match is taken.
+    The members check requests, look ahead and forget. Of the drafts that they find ahead, the one with the longest
+    match is taken.
     """
 
     def __init__(self, members: Iterable[Drafter]) -> None:
@@ -92,12 +94,14 @@ class CompositeDrafter(ABC):
 
 
 def rank_of_match(draft: Draft) -> tuple[bool, bool, int]:
-    """Rank of a draft among others: drawn from a distribution, then not empty, then the longest match."""
+    """Rank of a draft among others: first drafts drawn from a distribution, then drafts with tokens, then those with
+    longer matches.
+    """
     return draft.probs is not None, bool(draft.tokens), draft.match_len
 
 
 def check_drafts(drafts: Any, num_sequences: int, max_draft_len: int, vocab_size: int) -> None:
-    """SpecDecError unless the target can take these drafts: users write drafters too."""
+    """SpecDecError unless the target can take these drafts; users write drafters too."""
     check_num_drafts(drafts, num_sequences)
     for draft in drafts:
         if not isinstance(draft.tokens, list):

@@ -15,7 +15,7 @@ from runtime.util.errors import SpecDecError
 
 _MOST_BESIDE = 4
 _SMALLER = 0.5
-"""Share of the target's bytes of weights that a draft model has at most."""
+"""Most bytes that a draft model's weights may have, as a share of the target's."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Published:
     kind: str
     family: str
     source: str
-    """Page that says so."""
+    """Page on which the drafter is published or described."""
 
 
 def published_for(config: dict[str, Any], name: str) -> list[Published]:
-    """Drafters for a target by its config.json and its name, of the first family that fits."""
+    """Drafters for a target, by its config.json and its name, from the first family that fits."""
     text, lower = language_model(config), name.lower()
     for family in tomllib.loads((files("runtime") / "drafters" / "published.toml").read_text("utf-8"))["family"]:
         is_type = text.get("model_type") in family["model_type"] or config.get("model_type") in family["model_type"]
@@ -46,9 +46,9 @@ def published_for(config: dict[str, Any], name: str) -> list[Published]:
 
 
 def drafters_beside(target: Path, named: Iterable[str]) -> Iterator[tuple[str, DrafterSpec]]:
-    """The named drafters, and those in directories and GGUF files beside the target's, each with its name.
-
-    Beside it count heads that were trained for a target of its sizes, and smaller models with its vocabulary.
+    """The named drafters, and the drafters in directories and GGUF files beside the target's, each with its name.
+    Drafters beside the target are heads that were trained for a target of its sizes, and smaller models with its
+    vocabulary.
     """
     config = read_model_config(target)
     listed = {target.resolve()}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NgramRanking = Literal["oldest", "leftmost", "recent", "frequent"]
 PoolKind = Literal["private", "owner", "public"]
 DraftLenMode = Literal["fixed", "auto"]
-"""`auto` shortens each draft to the length that is expected to save time, which may be 0; `fixed` sends all of it."""
+"""`auto` cuts each draft to the length that is expected to save time, which may be 0; `fixed` sends the whole draft."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Setting:
 
     help: str = ""
     flag: str | None = None
-    """A flag of its own. Drafters with the same flag share it."""
+    """Name of a flag for this setting alone. Drafters that name the same flag share it."""
     leader: LeaderFlag | None = None
     leader_default: int | None = None
     """Default in leader mode, if it is not the field's own."""
     leader_fixed: int | None = None
-    """The same where lengths are fixed; None: TensorRT-LLM's."""
+    """Default in leader mode if lengths are fixed; None for TensorRT-LLM's."""
     at_least: int | None = None
     hint: str = "to draft nothing, leave the drafter out"
-    """Remedy for a value that the setting cannot have."""
+    """Remedy for a value that is not allowed."""
     is_path: bool = False
     key: str | None = None
     """Key in documents, if it is not the field's name."""
@@ -71,13 +71,13 @@ class Setting:
 
 
 def fields_of(spec: "DrafterSpec | type[DrafterSpec]") -> "tuple[dataclasses.Field[Any], ...]":
-    """Every spec is a dataclass."""
+    """Fields of a spec, which is always a dataclass."""
     return dataclasses.fields(spec)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Description:
-    """Names of a drafter, and how it is chosen. Flags are written as Python names."""
+    """Names of a drafter, and the flag that chooses it. Flags are written as Python names."""
 
     name: str
     """Name in lists of drafters and in documents."""
@@ -111,19 +111,19 @@ DRAFTERS: dict[str, "type[DrafterSpec]"] = {}
 
 
 class DrafterSpec(ABC):
-    """A way to draft: a frozen dataclass of settings. A class with a `description` is a drafter of the command line."""
+    """Settings of a drafter: a frozen dataclass. A class with a `description` is a drafter of the command line."""
 
     description: ClassVar[Description]
     is_model: ClassVar[bool] = False
     """True if its drafts cost steps of a model."""
     is_lookup: ClassVar[bool] = False
-    """True if recorded outputs suffice to know what it would draft."""
+    """True if recorded outputs suffice to find its drafts."""
     is_in_auto: ClassVar[bool] = False
-    """True for the lookup that drafts where automatic choice has none named: it finds what the others find."""
+    """True for the lookup that AUTO takes if no lookup is named: it finds what other lookups find."""
     is_in_auto_of_many: ClassVar[bool] = False
-    """True for a drafter of automatic choice where many requests are answered, in `serve` and `batch`."""
+    """True for a drafter that AUTO takes in commands that answer many requests (`serve`, `batch`)."""
     comes_first: ClassVar[bool] = False
-    """True for a drafter that is asked before others, which draft where it knows nothing (`AnswersFirst`)."""
+    """True for a drafter that is asked before others; these draft if it knows nothing (`AnswersFirst`)."""
     reads_states: ClassVar[bool] = False
     """True if the target's engine must be built to give hidden states."""
     needs_copy: ClassVar[bool] = False
@@ -151,7 +151,7 @@ class DrafterSpec(ABC):
     @property
     @abstractmethod
     def max_draft_len(self) -> int | None:
-        """Maximum length of a draft; None: as long as the engine takes."""
+        """Maximum length of a draft; None for as long as the engine takes."""
 
     @property
     def name(self) -> str:
@@ -164,7 +164,7 @@ class DrafterSpec(ABC):
 
     @property
     def may_draw_by_probs(self) -> bool:
-        """Like `draws_by_probs`, and True where it is unknown."""
+        """Like `draws_by_probs`, and True also if that is unknown."""
         return self.draws_by_probs
 
     @property
@@ -174,8 +174,8 @@ class DrafterSpec(ABC):
 
     @property
     def num_masks(self) -> int | None:
-        """Mask tokens behind a sequence, by which a pass of the draft model drafts all tokens; None: a pass drafts one
-        token.
+        """Number of mask tokens behind a sequence, if a pass of the draft model drafts all tokens; None if a pass
+        drafts one token.
         """
         return None
 
@@ -189,8 +189,8 @@ class DrafterSpec(ABC):
         return (self.name,)
 
     def of_target(self, model: str | Path | None) -> "DrafterSpec":
-        """Copy that knows the target: `model` is the name or directory an `LLM` was made from; None for an engine's
-        directory.
+        """A copy that knows the target. `model` is the name or directory from which an `LLM` was made; None for an
+        engine's directory.
         """
         return self
 
@@ -221,18 +221,18 @@ class DrafterSpec(ABC):
 
     @property
     def label(self) -> str:
-        """Label for tables that distinguishes this drafter from others of its kind."""
+        """Label for tables, which distinguishes this drafter from others of its kind."""
         return self.description.label or self.description.title
 
     @classmethod
     def grid(cls, max_draft_len: int) -> "list[DrafterSpec]":
-        """Candidates that `tune` replays; for lookups."""
+        """Candidates that `tune` replays; only lookups have any."""
         return []
 
     @classmethod
     @cache
     def settings(cls) -> dict[str, Setting]:
-        """Settings of the fields."""
+        """The drafter's settings by its fields' names."""
         found = {}
         for name, hint in get_type_hints(cls, include_extras=True).items():
             metadata = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Setting)]
@@ -241,11 +241,11 @@ class DrafterSpec(ABC):
 
     @classmethod
     def models(cls) -> dict[str, Setting]:
-        """Settings that name models; a command line must give them."""
+        """Settings that name models. A command line must give them."""
         return {name: setting for name, setting in cls.settings().items() if setting.names_model}
 
     def record(self, device_ids: tuple[int, ...]) -> Any:
-        """The settings in documents, with the target's devices."""
+        """The settings as a record for documents, with the target's devices."""
         form = self.description.form
         if isinstance(form, TextForm):
             return form.write(self, device_ids)
@@ -255,4 +255,4 @@ class DrafterSpec(ABC):
 
     @abstractmethod
     def open(self, opening: "Opener") -> "OpenDrafter":
-        """Open the drafter; SpecDecError if that is not possible."""
+        """Open the drafter; SpecDecError if that is impossible."""

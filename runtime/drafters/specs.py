@@ -53,7 +53,7 @@ __all__ = [
     "SelfDrafter",
     "SuffixDrafter",
 ]
-"""Names that users of Python import, by way of `specdec_cli`."""
+"""Names that Python users import, through `specdec_cli`."""
 
 
 _LENGTH = Setting(at_least=1, leader=MAX_LEN_FLAG)
@@ -81,7 +81,7 @@ class LookupDrafter(DrafterSpec):
     @property
     @abstractmethod
     def pool(self) -> PoolKind:
-        """Finished outputs in which it looks too: "owner" those of a request's owner, "public" all."""
+        """Finished outputs that it searches too: "owner" for those of a request's owner, "public" for all."""
 
     def make_pool(self) -> "NgramPool":
         from runtime.drafters.pool import NgramPool
@@ -90,14 +90,13 @@ class LookupDrafter(DrafterSpec):
 
     @abstractmethod
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
-        """The bare lookup, without automatic lengths; `pool` if it also searches other requests' outputs."""
+        """The bare lookup, without automatic lengths. It also searches other requests' outputs if `pool` is given."""
 
     def open_lookup(
         self, costs: "CostModel | None", clock: "Clock | None" = None, owner_pools: "OwnerPools | None" = None
     ) -> "OpenDrafter":
-        """Open the lookup without an engine; its drafts are cut to the length that pays where `costs` are known.
-
-        `clock` as for `AdaptiveDrafter`. `owner_pools`: those of other lookups, to share; None: its own.
+        """Open the lookup without an engine. If `costs` are known, its drafts are cut to the length that pays. `clock`
+        as in `AdaptiveDrafter`. `owner_pools` are pools to share with other lookups; None to have its own.
         """
         from runtime.drafters.opened import OpenDrafter, adapted
         from runtime.drafters.pools import OwnerPools, PooledLookup
@@ -116,9 +115,10 @@ class LookupDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class NgramDrafter(LookupDrafter):
-    """N-gram lookup: drafts what followed the last tokens when they occurred before (`runtime.drafters.ngram`).
+    """N-gram lookup: drafts the tokens that followed the last tokens at an earlier occurrence
+    (`runtime.drafters.ngram`).
 
-    `corpus` is a file that is searched where the text itself and the pool have no match.
+    `corpus` is a file that is searched if the text itself and the pool have no match.
     """
 
     description = Description(
@@ -195,7 +195,7 @@ class NgramDrafter(LookupDrafter):
 
     @classmethod
     def grid(cls, max_draft_len: int) -> list[DrafterSpec]:
-        """Leaves out `leftmost`: in a loop it drafts the same as `oldest`."""
+        """Candidates without `leftmost`: in a loop it drafts the same as `oldest`."""
         tried: tuple[tuple[int, NgramRanking], ...] = (
             *((2, "oldest"), (3, "oldest"), (4, "oldest"), (3, "recent")),
             *((2, "frequent"), (3, "frequent"), (4, "frequent")),
@@ -222,7 +222,9 @@ class NgramDrafter(LookupDrafter):
 
 @dataclass(frozen=True)
 class SuffixDrafter(LookupDrafter):
-    """Suffix matching: drafts what most often followed the longest match of any length (`runtime.drafters.suffix`)."""
+    """Suffix matching: drafts the tokens that most often followed the longest match of any length
+    (`runtime.drafters.suffix`).
+    """
 
     description = Description(
         "suffix",
@@ -266,8 +268,8 @@ class DraftTargetDrafter(DrafterSpec):
     """A draft model (`runtime.drafters.draft_target`); its tokenizer may differ from the target's.
 
     `model` is a model's directory, hub id or shipped name, or an engine's directory. `use_logits` chooses rejection
-    sampling instead of comparing tokens, for requests that sample. `device_ids`: one for each rank of its engine; None:
-    the first devices.
+    sampling instead of comparing tokens, for requests that sample. `device_ids` has a device for each rank of its
+    engine; None for the first devices.
     """
 
     description = Description(
@@ -324,8 +326,8 @@ class DraftTargetDrafter(DrafterSpec):
 class PardDrafter(DraftTargetDrafter):
     """A parallel draft model (`runtime.drafters.parallel`): one pass drafts all tokens.
 
-    `model` as for `DraftTargetDrafter`; it has the target's tokenizer, and its config.json a `pard_token`. `use_logits`
-    and `device_ids` as there.
+    `model` as in `DraftTargetDrafter`; it must have the target's tokenizer, and a `pard_token` in its config.json.
+    `use_logits` and `device_ids` as there.
     """
 
     description = Description(
@@ -355,7 +357,7 @@ class PardDrafter(DraftTargetDrafter):
     def open(self, opening: "Opener") -> "OpenDrafter":
         from runtime.drafters.heads.head_config import check_is_parallel
 
-        check_is_parallel(self.model)  # before an engine is built of it
+        check_is_parallel(self.model)  # before an engine is built from it
         return super().open(opening)
 
 
@@ -365,7 +367,7 @@ def _head_setting(help: str) -> Setting:
 
 @dataclass(frozen=True)
 class HeadDrafter(DrafterSpec):
-    """A trained drafter that reads the target's hidden states (`runtime.drafters.head_draft`)."""
+    """A trained drafter, which reads the target's hidden states (`runtime.drafters.head_draft`)."""
 
     is_model, reads_states = True, True
     kind: ClassVar[str]
@@ -491,8 +493,8 @@ class AssistantDrafter(HeadDrafter):
 class MtpDrafter(HeadDrafter):
     """The MTP head in a model's own files (multi-token prediction).
 
-    `head` is the directory or hub id of the model with the head; None: the target's own. The target's hidden states
-    feed the head. `use_logits` as for a draft model.
+    `head` is the directory or hub id of the model with the head; None for the target's own head. The head reads the
+    target's hidden states. `use_logits` as for a draft model.
     """
 
     description = Description(
@@ -510,7 +512,9 @@ class MtpDrafter(HeadDrafter):
     max_draft_len: ModelLen = 3
 
     def of_target(self, model: str | Path | None) -> "MtpDrafter":
-        """SpecDecError for a model whose config describes an MTP head that its files lack."""
+        """A copy that knows the target. SpecDecError for a model whose config describes an MTP head that its files
+        lack.
+        """
         if self.head is not None or model is None:
             return self
         of_model = replace(self, head=model)
@@ -566,7 +570,7 @@ class SelfDrafter(DrafterSpec):
 class GrammarDrafter(DrafterSpec):
     """Drafts only the tokens that an output's grammar forces (`runtime.drafters.under_grammar`).
 
-    With any other drafter these tokens are drafted too, where a request has a grammar.
+    With any other drafter these tokens are drafted too, if a request has a grammar.
     """
 
     description = Description(
@@ -591,7 +595,7 @@ class GrammarDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class AnswerDrafter(DrafterSpec):
-    """Drafts what the same prompt, or one like it, was answered before (`runtime.drafters.answers`)."""
+    """Drafts the old answer to the same prompt, or to a similar prompt (`runtime.drafters.answers`)."""
 
     description = Description(
         "answers",
@@ -617,8 +621,8 @@ class AnswerDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class CustomDrafter(DrafterSpec):
-    """The user's own drafter: what the function `factory` of a module returns. `max_draft_len` None: no bound of its
-    own.
+    """The user's own drafter: the object that the function `factory` of a module returns. `max_draft_len` None: no
+    limit of its own.
     """
 
     description = Description(
@@ -652,7 +656,7 @@ class InlineDrafter(DrafterSpec):
     max_draft_len: int | None = None
 
     def __post_init__(self) -> None:
-        """No setting to check."""
+        """Do nothing: there is no setting to check."""
 
     @property
     def name(self) -> str:
@@ -677,13 +681,13 @@ load_plugins()  # here, where all that they import from this module is there
 
 
 def lookups() -> list[type[LookupDrafter]]:
-    """The drafters that find drafts in earlier tokens, those of other packages included."""
+    """Names of the drafters that find drafts in earlier tokens, including those of other packages."""
     return [spec for spec in DRAFTERS.values() if issubclass(spec, LookupDrafter)]
 
 
 @dataclass(frozen=True, init=False)
 class ChainDrafter:
-    """Several drafters: each sequence gets the draft that is worth most. Each drafter keeps its own draft length."""
+    """Several drafters: each sequence gets the draft that promises most. Each drafter keeps its own draft length."""
 
     drafters: tuple[DrafterSpec, ...]
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Speculation:
-    """The drafters and how draft lengths are chosen. Each sequence gets the draft that is worth most.
+    """The drafters, and the way in which draft lengths are chosen. Each sequence gets the draft that promises most.
 
-    Without drafters it is false. `draft_len_mode` None: `default_mode`.
+    Without drafters it is false. `draft_len_mode` None stands for `default_mode`.
     """
 
     drafters: tuple[DrafterSpec, ...] = ()
@@ -71,14 +71,14 @@ class Speculation:
 
     @property
     def draws_by_probs(self) -> bool:
-        """True if drafts affect sampled tokens, by rejection sampling. False for a user's own drafter, where it is
+        """True if drafts affect sampled tokens, by rejection sampling. False for a user's own drafter, for which it is
         unknown.
         """
         return any(drafter.draws_by_probs for drafter in self.drafters)
 
     @property
     def may_draw_by_probs(self) -> bool:
-        """Like `draws_by_probs`, and True where it is unknown."""
+        """Like `draws_by_probs`, and True also if that is unknown."""
         return any(drafter.may_draw_by_probs for drafter in self.drafters)
 
     @property
@@ -107,7 +107,7 @@ class Speculation:
 
     @property
     def in_words(self) -> str:
-        """Such as `suffix matching, drafts of up to 10 tokens`, or `no drafter`."""
+        """The drafters in words: `suffix matching, drafts of up to 10 tokens`, or `no drafter`."""
         if not self.drafters:
             return "no drafter"
         titles = " and ".join(drafter.description.title for drafter in self.drafters)
@@ -126,8 +126,8 @@ class Speculation:
         return replace(self, drafters=tuple(drafters))
 
     def with_owner_pools(self) -> "Speculation":
-        """Copy whose private lookups look in their owner's pools too, for commands with many requests. The same where
-        drafts affect sampled tokens: these would depend on what was asked before.
+        """A copy whose private lookups also search their owner's pools, for commands with many requests. Unchanged if
+        drafts affect sampled tokens: these would then depend on earlier requests.
         """
         if self.draws_by_probs:
             return self
@@ -157,9 +157,8 @@ class Speculation:
         )
 
     def default_mode(self, *, is_leader: bool) -> DraftLenMode:
-        """`auto` in leader mode; `fixed` in orchestrator mode, as in TensorRT-LLM.
-
-        `fixed` also where drafts affect sampled tokens: a seed then gives the same text, whatever was drafted before.
+        """The usual draft length mode: `auto` in leader mode; `fixed` in orchestrator mode, as in TensorRT-LLM. Also
+        `fixed` if drafts affect sampled tokens: a seed then gives the same text, whatever was drafted before.
         """
         return "auto" if self and is_leader and not self.draws_by_probs else "fixed"
 
@@ -183,7 +182,7 @@ class Speculation:
             )
 
     def check_files(self) -> None:
-        """SpecDecError for a model or a corpus that is not there, as far as can be found without torch."""
+        """SpecDecError for a model or a corpus that is missing, as far as that shows without torch."""
         from runtime.drafters.heads.head_config import check_is_parallel
         from runtime.text.corpus import Corpus
 
@@ -197,10 +196,11 @@ class Speculation:
                 Corpus.open(corpus)
 
     def check_fits(self, build: "BuildConfig | None", *, is_cut: bool = False) -> None:
-        """SpecDecError if the engine was built for shorter drafts, for none, or without the self-draft copy that is
-        needed.
+        """SpecDecError if the engine was built for shorter drafts, for no drafts, or without the self-draft copy that
+        is needed.
 
-        `build` None: the engine is still to be built for these drafts. `is_cut`: longer drafts are cut, not refused.
+        `build` None: the engine is still to be built for these drafts. With `is_cut`, longer drafts are cut instead of
+        refused.
         """
         wanted = self.max_draft_len
         if (build is None or is_cut) and (wanted or 0) > MAX_DRAFT_LEN:
@@ -224,7 +224,7 @@ class Speculation:
 
 
 def head_drafter(model: str | Path) -> DrafterSpec | None:
-    """The drafter for a trained head, or for a model that contains one; None for another model."""
+    """The drafter for a trained head, or for a model that contains a head; None for another model."""
     for spec in DRAFTERS.values():
         if spec.reads_states and (spec.reads(model) or spec.is_in_model(model)):
             return spec(head=model)  # type: ignore[call-arg]
@@ -232,7 +232,7 @@ def head_drafter(model: str | Path) -> DrafterSpec | None:
 
 
 def model_drafter(model: str | Path) -> DrafterSpec:
-    """The drafter for a model: the drafter of its trained head if it is or has one; otherwise a draft model,
+    """The drafter for a model. For a trained head, or a model with one, the head's drafter; otherwise a draft model,
     which may be a parallel draft model.
     """
     parallel = PardDrafter(model) if PardDrafter.reads(model) else None

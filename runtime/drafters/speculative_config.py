@@ -1,4 +1,5 @@
-"""`speculative_config` of vLLM and TensorRT-LLM: its keys become our settings, by the commands' names, or drafters.
+"""`speculative_config` of vLLM and TensorRT-LLM: its keys become our settings (by the names of the commands' flags), or
+drafters.
 
 `{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}` is n-gram lookup with drafts of up to 5
 tokens and n-grams of up to 4.
@@ -46,14 +47,16 @@ _SAID_ANYWAY = {
     "disable_padded_drafter_batch": (True, False),
     "parallel_drafting": (True, False),
 }
-"""Keys with the values that change no output here."""
+"""Keys with the values for which they change no output here."""
 _EXAMPLE = """`{"method": "ngram", "num_speculative_tokens": 5}`"""
 _ALGORITHMS = {spec.description.algorithm: spec for spec in DRAFTERS.values() if spec.description.algorithm}
 _AUTO = "AUTO"
 
 
 def flags_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags by their Python names, of which `spec_decode_algo` chooses the drafter. UsageError for what has no flag."""
+    """Flags by their Python names; `spec_decode_algo` chooses the drafter. UsageError for a key that corresponds to no
+    flag.
+    """
     flags: dict[str, Any] = {}
     for key, value in config.items():
         if key in _METHOD_KEYS:
@@ -76,7 +79,7 @@ def flags_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speculation_of_config(config: Mapping[str, Any], model: str | None) -> Speculation:
-    """Drafters for an `LLM` of this model; None: of an engine. UsageError as for `flags_of_config`."""
+    """Drafters for an `LLM` of this model; `model` is None for an engine. UsageError as in `flags_of_config`."""
     if not isinstance(config, Mapping) or not config:
         raise UsageError(f"speculative_config is no dict with keys: {config!r:.100}", hint=f"{_EXAMPLE} is one")
     values = flags_of_config(config)

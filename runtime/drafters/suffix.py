@@ -1,20 +1,22 @@
-"""Drafts by the longest match of any length, followed by what came after it most often (SuffixDecoding, 2411.04975)."""
+"""Drafts by the longest match of any length, followed by the tokens that came after it most often (SuffixDecoding,
+arXiv 2411.04975).
+"""
 
 from runtime.core.request import Draft
 from runtime.drafters.lookup import History, TextLookup, as_characters, cut_at_end_id, most_frequent
 from runtime.drafters.pool import NgramPool
 
 _LONGEST_MATCH = 31
-"""Limit on the length of a match, which grows with the draft. SuffixDecoding's trees end at 64."""
+"""Limit on the length of a match, which grows with the draft. SuffixDecoding's trees have a depth of 64."""
 _PUBLIC_MARGIN = 2
-"""Tokens by which a public match must be longer than a private one to be followed."""
+"""Number of tokens by which a public match must be longer than a private match to be followed."""
 
 
 class SuffixLookup(TextLookup):
-    """Follows, token by token, the most frequent follower of the longest match (of equals the latest).
+    """Follows, token by token, the most frequent follower of the longest match; of equally frequent ones, the latest.
 
-    Matches are looked for in the sequence itself, the draft so far included. With a `pool` its longest pattern
-    is followed where it is more than two tokens longer than the sequence's own match, or that has none.
+    Matches are searched in the sequence itself, including the draft so far. With a `pool`, the pool's longest pattern
+    is followed if it is more than two tokens longer than the sequence's own match, or if the sequence has no match.
     """
 
     def __init__(self, *, pool: NgramPool | None = None) -> None:

@@ -50,7 +50,7 @@ class TranslatedDraftModel:
         self._translated: dict[int, _Translated] = {}
 
     def check_request(self, request: Request) -> None:
-        """SpecDecError if the draft engine has no room for the prompt. Drafts end where it has no room for the
+        """SpecDecError if the draft engine has no room for the prompt. Drafts end when it has no more room for the
         output.
         """
         prompt = self._begin(request).draft.tokens
@@ -119,7 +119,7 @@ class TranslatedDraftModel:
         return _Written([*kept.tokens, *tokens], [*kept.ends, *ends])
 
     def _in_own_tokens(self, one: _Translated, drafted: list[int]) -> list[int]:
-        """The drafted text in the target's tokens, after the sequence's; none where the target has no tokens for it."""
+        """The drafted text in the target's tokens, after the sequence's; empty if the target has no tokens for it."""
         texts = texts_after(self.draft_tokenizer, one.draft.tokens)
         added = "".join(map(texts.add, drafted))
         if not added:
@@ -135,7 +135,7 @@ class TranslatedDraftModel:
 
 
 def _last_word(text: str, end: int) -> int | None:
-    """Position of the last single space between two words before `end`; None without one."""
+    """Position of the last single space between two words before `end`; None if there is no such space."""
     place = text.rfind(" ", 0, end)
     while place > 0:
         if not text[place - 1].isspace() and not text[place + 1 : place + 2].isspace() and place + 1 < len(text):

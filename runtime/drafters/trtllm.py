@@ -9,9 +9,9 @@ from runtime.drafters.spec import LeaderFlag
 DRAFT_LEN = 4
 LONGEST_LOOKUP = 10
 LONGEST_OF_BLOCKS = 7
-"""Drafts of DSpark's heads of today, and of DFlash's with a block of 8."""
+"""Draft length of DSpark's published heads, and of DFlash heads with a block of 8."""
 LONGEST_OF_PARD = 8
-"""Drafts that parallel draft models are trained for (arXiv 2504.18583)."""
+"""Draft length that parallel draft models are trained for (arXiv 2504.18583)."""
 
 MAX_LEN_FLAG = LeaderFlag(
     "spec_decode_max_draft_len",

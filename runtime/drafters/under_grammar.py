@@ -15,14 +15,14 @@ class NothingDrafted:
         return [Draft([])] * len(sequences)
 
     def forget(self, request_id: int) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is nothing to forget."""
 
 
 class UnderGrammar(CompositeDrafter):
     """Another drafter's drafts, each cut before its first forbidden token and continued with forced tokens.
 
-    Where the next token is forced, the draft consists of forced tokens. A drafter with `is_model` is not asked then;
-    other drafters are, because they time their steps.
+    If the next token is forced, the draft consists of forced tokens. A drafter with `is_model` is not asked then; other
+    drafters are, because they time their steps.
     """
 
     def __init__(self, drafter: Drafter, *, is_model: bool = False) -> None:
@@ -46,12 +46,12 @@ def _forced(sequence: Sequence, drafted: list[int]) -> list[int]:
 
 
 def _fitting(sequence: Sequence, draft: Draft, forced: list[int], max_draft_len: int) -> Draft:
-    """The draft cut to what the request allows, followed by forced tokens."""
+    """The draft cut to the tokens that the request allows, followed by forced tokens."""
     if not sequence.sampler.is_held:
         return draft
     num_legal = sequence.sampler.num_legal(sequence.tokens, draft.tokens)
     if draft.probs is not None:
-        # An illegal token that was drawn is sent too: its rejection is part of what makes the distribution exact.
+        # A forbidden token that was drawn is sent too: the distribution is exact only if the target rejects it.
         return draft.cut(num_legal + 1)
     tokens = forced or draft.tokens[:num_legal]
     num_predicted = 0 if forced else min(draft.num_predicted, num_legal)

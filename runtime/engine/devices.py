@@ -1,6 +1,6 @@
-"""Devices of a CPU: the i-th NUMA node, or where there is one node the i-th equal share of the cores.
+"""Devices of a CPU: device i is the i-th NUMA node or, on a machine with one node, the i-th equal share of the cores.
 
-Only cores count that this process may use. Nothing here needs torch.
+Only cores that this process may use are counted. Nothing here needs torch.
 """
 
 import os
@@ -16,7 +16,9 @@ _NODES_DIR = Path("/sys/devices/system/node")
 
 
 def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ...]:
-    """The devices of an engine's ranks, by default the first; UsageError unless there is one for each."""
+    """The devices of an engine's ranks, by default the first ones; UsageError unless there is a device
+    for each rank.
+    """
     if device_ids is None:
         return tuple(range(tp_size))
     if len(device_ids) != tp_size:
@@ -33,7 +35,7 @@ def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ..
 
 
 def cores_of(device_ids: Seq[int]) -> list[list[int]]:
-    """The cores of each device; UsageError where there is no such NUMA node."""
+    """The cores of each device; UsageError if there is no such NUMA node."""
     usable = usable_cores()
     nodes = [sorted(usable & cores) for cores in _numa_nodes() if usable & cores]
     if len(nodes) > 1:
@@ -47,8 +49,8 @@ def cores_of(device_ids: Seq[int]) -> list[list[int]]:
 
 
 def equal_shares(cores: Seq[int], device_ids: Seq[int]) -> list[list[int]]:
-    """Split cores into as many shares as the largest id needs. Cores that are too few for that are shared by
-    neighbours.
+    """Cores split into as many shares as the largest id needs. If there are too few cores, neighbouring shares have a
+    core in common.
     """
     count, num_cores = max(device_ids) + 1, len(cores)
     if count > num_cores:
@@ -62,14 +64,14 @@ def equal_shares(cores: Seq[int], device_ids: Seq[int]) -> list[list[int]]:
 
 @cache
 def usable_cores() -> frozenset[int]:
-    """Cores that this process may use, as found before it was pinned to some of them."""
+    """Cores that this process may use, as they were before it was pinned."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def pin(cores: Iterable[int]) -> None:
-    """Keep this thread, and those that it begins, to these cores."""
+    """Keep this thread, and threads that it starts, on these cores."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
@@ -80,7 +82,7 @@ def _numa_nodes() -> list[set[int]]:
 
 
 def _parse_cores(text: str) -> set[int]:
-    """Linux's list, such as 0-3,8."""
+    """The cores in a list of Linux's, such as 0-3,8."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

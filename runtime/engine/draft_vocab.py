@@ -1,7 +1,7 @@
-"""Vocabulary of drafts: the ids that a head, or a copy that drafts, has in its output layer, where these are not all.
+"""The vocabulary of drafts: the ids that a head or a self-draft copy has in its output layer, if these are not all ids.
 
-Chosen at `build`, by what a user lists or by what is frequent, and kept in the engine's directory. What is verified has
-the target's whole vocabulary; an id that is never drafted costs a shorter draft.
+They are chosen at `build`, from a user's list or by frequency, and kept in the engine's directory. Verification uses
+the target's whole vocabulary; an id that is never drafted only makes drafts shorter.
 """
 
 import json
@@ -21,22 +21,20 @@ from runtime.util.errors import SpecDecError
 from runtime.util.reading import parse_json, read_utf8, shown
 
 _MAX_DEFAULT_SIZE = 32768
-"""Ids of published EAGLE-3 heads of large vocabularies, about."""
+"""Approximate number of ids in published EAGLE-3 heads with large vocabularies."""
 _BY_TORCH, _TENSORS = (".pt", ".pth", ".bin"), ".safetensors"
 
 
 def default_size(vocab_size: int) -> int:
-    """Ids to draft of a vocabulary, unless a number is given."""
+    """Number of ids to draft from a vocabulary, if no number is given."""
     return max(1, min(vocab_size // 4, _MAX_DEFAULT_SIZE))
 
 
 def choose_vocabulary(
     texts: Iterable[tuple[Seq[int], Seq[int]]], among: Iterable[int], size: int, end_ids: Iterable[int]
 ) -> list[int]:
-    """The `size` ids, of those in `among`, that the outputs of (prompt, output) pairs have most often; end ids in any
-    case.
-
-    Ids that no output has follow: those of prompts, then the first of `among`. In order of ids.
+    """The `size` ids of `among` that are the most frequent in the outputs of (prompt, output) pairs, in order of ids;
+    end ids are always included. After ids of outputs come ids of prompts, then the first of `among`.
     """
     outputs, prompts = Counter[int](), Counter[int]()
     for prompt, output in texts:
@@ -48,10 +46,10 @@ def choose_vocabulary(
 
 
 def training_order(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """All ids, those first that the tokenizer learned first, which are the frequent ones of what it was trained on.
+    """All ids in the order in which the tokenizer learned them: the first are the most frequent in its training text.
 
-    Tokenizers of merges (BPE) list these in that order. Single characters come before, the first of them, which
-    SentencePiece has behind its merges, by frequency. Pieces with scores (Unigram) go by these, and others by ids.
+    Tokenizers of merges (BPE) list learned ids in that order. Single characters come before these; SentencePiece lists
+    them behind its merges, by frequency. Pieces with scores (Unigram) are ordered by score, and other ids by number.
     Special tokens come last.
     """
     model = _model_of(tokenizer)
@@ -71,7 +69,9 @@ def training_order(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 
 
 def _model_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The learned part of a tokenizer of the `tokenizers` package; of others nothing is known but their ids."""
+    """The learned part of a tokenizer of the `tokenizers` package; None for other tokenizers, of which only the ids are
+    known.
+    """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "to_str"):
         return {"vocab": tokenizer.get_vocab()}
@@ -80,9 +80,8 @@ def _model_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_ids(path: Path, vocab_size: int) -> list[int]:
-    """The ids of a file: a list in JSON, a tensor of torch or safetensors, or numbers in a text.
-
-    SpecDecError if it has none, or something else, an id twice or one outside the vocabulary.
+    """The ids of a file: a list in JSON, a tensor of torch or safetensors, or numbers in a text. SpecDecError if it has
+    no ids, something other than ids, an id twice, or an id outside the vocabulary.
     """
     values = list(_read_values(path))
     if not values:
@@ -131,7 +130,7 @@ def _read_tensor(path: Path) -> Seq[Any]:
 
 
 def read_draft_ids(bundle: Bundle) -> Tensor | None:
-    """(n,) int64 ids that an engine's drafts have; None: all."""
+    """Ids int64 [n] that an engine's drafts may have; None for all."""
     size = bundle.config.build_config.draft_output.vocab_size
     if size is None:
         return None
@@ -143,20 +142,21 @@ def read_draft_ids(bundle: Bundle) -> Tensor | None:
 
 
 def rows_by_id(ids: Tensor, vocab_size: int) -> Tensor:
-    """(vocab_size,) row of each id in an output layer whose rows are of these (n,) ids; n for ids that it lacks."""
+    """Row of each id [vocab_size] in an output layer whose rows belong to `ids` [n]; n for ids that it lacks."""
     return torch.full((vocab_size,), len(ids)).index_copy(0, ids, torch.arange(len(ids)))
 
 
 def among_all(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-    """(T, vocab_size) of the (T, n) logits of an output layer of these (n,) ids: -inf for what it lacks. None: it has
-    all."""
+    """Logits [tokens, vocab_size] from logits [tokens, n] of an output layer whose rows belong to `ids` [n]: -inf for
+    other ids. With `ids` None the logits are returned unchanged.
+    """
     if ids is None:
         return logits
     return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, ids, logits)
 
 
 def missing_ends(ids: Iterable[int], end_ids: Iterable[int]) -> str | None:
-    """Warning where no end id is drafted; None where one is, or the model has none."""
+    """Warning if no end id is drafted; None if one is, or the model has none."""
     ends, drafted = sorted(end_ids), set(ids)
     if not ends or not drafted.isdisjoint(ends):
         return None

@@ -1,7 +1,7 @@
 """An opened engine: sequences are admitted, stepped and released; the K/V cache is behind it.
 
 Between `admit` and `release` a sequence owns blocks. `catch_up` and `compute_context` compute prompts, and `step` a
-batch's rows. What becomes of the logits is decided above, in `runtime.loop.step`.
+batch's rows. How the logits are used is decided above, in `runtime.loop.step`.
 """
 
 import dataclasses
@@ -42,10 +42,10 @@ from runtime.util.locks import MODEL_INIT_LOCK
 from runtime.util.out_of_memory import is_out_of_memory, out_of_memory
 from runtime.util.thread_turns import ThreadTurns
 
-# A prompt is computed in pieces: those that wait for it wait less, and a piece does not look at blocks after it.
+# A prompt is computed in pieces: other requests wait less for it, and a piece does not read later blocks.
 DEFAULT_MAX_NUM_TOKENS = 512
 SHORT_ROW = 32
-"""Longest row, in tokens, that is computed together with others."""
+"""Length, in tokens, of the longest row that is computed together with other rows."""
 _MAX_LOGITS = 1 << 23  # computed at once of a prompt that is scored
 
 
@@ -59,10 +59,10 @@ class KVCacheConfig:
     With `disk_dir` it is kept in that directory too, up to `disk_bytes` (20 GB), and found again there by other
     processes and after a restart.
 
-    `max_tokens` bounds it on any device. Without it a CPU gets what max_batch_size sequences of max_seq_len tokens
-    need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open. A model's states,
-    if it has any, are kept after each `state_checkpoint_interval` tokens of a prompt, for others that begin alike;
-    None: 8,192. For a model without states, and where nothing is reused, it is an error.
+    `max_tokens` bounds it on any device. Without it, a CPU gets the memory that max_batch_size sequences of max_seq_len
+    tokens need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open. A model's
+    states, if it has any, are kept after each `state_checkpoint_interval` tokens of a prompt, for other prompts with
+    the same beginning; None for 8,192. It is an error for a model without states, and if nothing is reused.
     """
 
     block_reuse: bool = True
@@ -90,8 +90,9 @@ class KVCacheConfig:
             )
 
     def interval(self, *, has_states: bool) -> int | None:
-        """Tokens of prompts after which states are kept; None where they are not. UsageError for one that nothing
-        reads."""
+        """Number of tokens of a prompt after which states are kept; None if they are not kept. UsageError for an
+        interval without effect.
+        """
         interval = self.state_checkpoint_interval
         if interval is None:
             return _STATE_CHECKPOINT_INTERVAL if self.block_reuse else None
@@ -131,12 +132,12 @@ class Engine:
         self.device = device
         self.block_reuse = kv_cache.block_reuse
         self.turns = ThreadTurns()
-        """Turns of the threads that use it."""
+        """Turns of the threads that use the engine."""
         self.step_time_s = self.copy_time_s = 0.0
         self._is_open = True
         self._step, self._copy_step = step, copy_step
         self.draft_ids = draft_ids
-        """(n,) int64 ids that drafts have, of a copy and of heads without ids of their own; None: all."""
+        """Ids int64 [n] that may be drafted by a copy and by heads without ids of their own; None for all."""
         self.directory: Path | None = None
         self.ranks = step if isinstance(step, RankedStep) else None
         # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
@@ -156,7 +157,9 @@ class Engine:
             raise out_of_memory(error) if is_out_of_memory(error) else error from error
         self._heads: list[HeadCache] = []
         self.prompt_tokens = PromptTokens()
-        """Origin of the prompts' tokens so far, but for what is computed `without_disk`, such as a fingerprint."""
+        """Counts of the prompts' tokens by origin, without prompts that are computed `without_disk`, such as a
+        fingerprint's.
+        """
         self._disk: KVDisk | None = None
         self._num_without_disk = 0
         if kv_cache.disk_dir is not None:
@@ -181,7 +184,7 @@ class Engine:
     ) -> "Engine":
         """Open an engine directory on a device for each of its ranks, by default the first ones.
 
-        An engine for the CPU is of one rank on all cores, which are device 0, or of several, each on its own.
+        An engine for the CPU has one rank on all cores, which are device 0, or several ranks, each on cores of its own.
         Prompts are computed `max_num_tokens` tokens at a time. Raises SpecDecError if the directory is damaged or was
         built for another environment, or the cache does not fit.
         """
@@ -195,7 +198,7 @@ class Engine:
         kv_cache: KVCacheConfig | None = None,
         max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
     ) -> "Engine":
-        """`open`, of a directory whose configuration has been read."""
+        """Open a directory whose configuration has been read, as `open` does."""
         config, engine_dir = bundle.config, bundle.directory
         device_ids = check_device_ids(device_ids, config.mapping.tp_size)
         if config.environment.device == "cuda" and not torch.cuda.is_available():
@@ -225,7 +228,7 @@ class Engine:
 
     @contextmanager
     def without_disk(self) -> Iterator[None]:
-        """Read nothing from disk in the block, and write nothing: for what must be computed."""
+        """Read nothing from disk within the block, and write nothing, so that everything is computed."""
         self._num_without_disk += 1
         try:
             yield
@@ -234,13 +237,13 @@ class Engine:
 
     @property
     def _used_disk(self) -> KVDisk | None:
-        """The disk, when the other ranks have done what they were told; None where they cannot any more."""
+        """The disk, after the other ranks have done what they were sent; None if a rank has ended."""
         if self._num_without_disk or self._disk is None or (self.ranks is not None and not self.ranks.settle()):
             return None
         return self._disk
 
     def _pools_of_ranks(self) -> list[KVPool]:
-        """Other ranks' memory of keys and values, like this one's; that of their states is `self._states`' from now."""
+        """The other ranks' pools of keys and values; the pools of their states are handed to `self._states`."""
         if self.ranks is None:
             return []
         states, kind, num_slots = self.config.states, _kv_dtype(self.config), 0
@@ -268,16 +271,22 @@ class Engine:
             self._disk.flush()
 
     def keep_answer(self, vocabulary: str, salt: str | None, answer: Answer) -> None:
-        """Keep an owner's answer on disk, if K/V are kept there, for all engines with this vocabulary."""
+        """Keep an owner's answer on disk, for all engines with this vocabulary. Does nothing if K/V are not kept on
+        disk.
+        """
         if self._used_disk is not None:
             self._used_disk.keep_answer(vocabulary, salt, answer)
 
     def read_answers(self, vocabulary: str, salt: str | None, after: int) -> tuple[list[Answer], int]:
-        """An owner's answers on disk that were written after row `after`, the oldest first, and the last row."""
+        """An owner's answers on disk that were written after row `after`, the oldest first, and the number of the last
+        row.
+        """
         return ([], after) if self._used_disk is None else self._used_disk.read_answers(vocabulary, salt, after)
 
     def keep_output(self, salt: str | None, scopes: Seq[Scope], tokens: list[int]) -> None:
-        """Keep an owner's output on disk, if K/V are kept there (`runtime.drafters.pools.OutputStore`)."""
+        """Keep an owner's output on disk (`runtime.drafters.pools.OutputStore`). Does nothing if K/V are not kept on
+        disk.
+        """
         if self._used_disk is not None:
             self._used_disk.keep_output(salt, scopes, tokens)
 
@@ -286,7 +295,7 @@ class Engine:
         return [] if self._used_disk is None else self._used_disk.kept_outputs(salt)
 
     def clear_cache(self) -> None:
-        """Forget all K/V of released sequences in memory, so that what comes next starts cold."""
+        """Forget all K/V of released sequences in memory, so that the next request starts cold."""
         self.turns.take(self._clear_cache)
 
     def _clear_cache(self) -> None:
@@ -295,9 +304,9 @@ class Engine:
             self._states.manager.clear()
 
     def close(self) -> None:
-        """Give back the memory of the K/V cache and the compiled step. Closed, it can be closed again, and no more.
+        """Give back the memory of the K/V cache and of the compiled step. It may be called again.
 
-        A step of another thread is waited for; its next one is an error.
+        A step that another thread is running is waited for; that thread's next step is an error.
         """
         self.turns.take(self._close)
 
@@ -315,18 +324,17 @@ class Engine:
                 self._states.pools.clear()
                 self._states.pools_of_ranks.clear()
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # the next engine's cache is sized by what is free
+                torch.cuda.empty_cache()  # the next engine's cache is sized by the free memory
 
     @property
     def failure(self) -> SpecDecError | None:
-        """Why it computes no more steps, such as a rank that has ended; None while it does."""
+        """The reason why the engine computes no more steps, such as a rank that has ended; None while it does."""
         return None if self.ranks is None else self.ranks.failure
 
     def alone(self) -> AbstractContextManager[None]:
-        """Context for code around a step, such as sampling: torch's loops there wake none of its OpenMP's threads.
-
-        They would wait for more work on the cores of a step that does not need them. Other steps share their own loops
-        among them.
+        """Context for code around a step, such as sampling, in which torch's loops wake none of its OpenMP threads.
+        Those threads would wait for more work on the cores of a step, if that step does not use them itself. Other
+        steps run their own loops on them.
         """
         is_packaged = self.config.build_config.compiler == "aot" and self.device.type == "cpu"
         return openmp_alone() if is_packaged else nullcontext()
@@ -357,7 +365,7 @@ class Engine:
 
     @property
     def num_state_slots(self) -> int:
-        """Number of slots for sequences' states; 0 for a model without states."""
+        """Number of slots for states of sequences; 0 for a model without states."""
         return 0 if self._states is None else self._states.manager.num_slots - 1
 
     @property
@@ -372,13 +380,13 @@ class Engine:
         return self._blocks.num_blocks * block_bytes
 
     def check_request(self, request: Request) -> None:
-        """SpecDecError if the engine could not serve the request even if nothing else ran."""
+        """SpecDecError if the engine could not answer the request even if nothing else ran."""
         self.check_is_open()
         self.check_lengths(request)
         check_vocabulary(request, self.config.vocab_size)
 
     def check_lengths(self, request: Request) -> None:
-        """SpecDecError if the request is longer than what the engine was built for, or than its K/V cache."""
+        """SpecDecError if the request is longer than the engine was built for, or than its K/V cache."""
         check_lengths(request, self.config.build_config, self._num_positions)
         # The last token's K/V are never needed.
         num_tokens = len(request.prompt_tokens) + request.max_new_tokens - 1
@@ -394,10 +402,11 @@ class Engine:
         check_draft_len(max_draft_len, self.max_draft_len)
 
     def admit(self, sequence: Sequence, *, reads: bool = True) -> bool:
-        """Give the sequence blocks for its tokens and a draft, finding K/V that is already known.
+        """Give the sequence blocks for its tokens and a draft, and find K/V that are known already. Unless `reads`, K/V
+        on disk are left to `read_on`.
 
-        Unless `reads`, what is on disk is left to `read_on`. False: no room now, nothing changed. SpecDecError: it
-        would not fit an empty cache either.
+        Returns False, without a change, if there is no room now. SpecDecError if the sequence would not fit an empty
+        cache either.
         """
         self.check_is_open()
         num_tokens = len(sequence.tokens) + self.max_draft_len_of(sequence)
@@ -422,7 +431,7 @@ class Engine:
                     head.copy_block(copy)
                 if self.ranks is not None:
                     self.ranks.copy_block(copy)
-        except BaseException:  # Ctrl-C between two layers: what was found is there in part
+        except BaseException:  # Ctrl-C between two layers: the K/V were copied in part
             sequence.num_computed = 0
             raise
         for head in self._heads:
@@ -435,7 +444,7 @@ class Engine:
         return True
 
     def read_on(self, sequence: Sequence, until: float) -> None:
-        """Read what an admitted sequence has on disk, until a time of `time.perf_counter`, at least one block of it."""
+        """Read K/V of an admitted sequence from disk, until a time of `time.perf_counter`, and at least one block."""
         if not sequence.unread:
             return
         num_read = 0 if self._used_disk is None else self._used_disk.read(sequence, until)
@@ -451,7 +460,9 @@ class Engine:
             self.prompt_tokens = self.prompt_tokens.plus(num_tokens, num_found, num_on_disk)
 
     def extend(self, sequence: Sequence) -> bool:
-        """Give an admitted sequence that grew blocks for all its tokens and a draft. False: no room, no change."""
+        """Give an admitted sequence that has grown blocks for all its tokens and a draft. False, without a change, if
+        there is no room.
+        """
         num_blocks = len(sequence.block_table)
         if not self._blocks.extend(sequence, len(sequence.tokens) + self.max_draft_len_of(sequence)):
             return False
@@ -460,10 +471,10 @@ class Engine:
         return True
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Compute an admitted sequence so far that the rest of its tokens fits a step.
+        """Compute an admitted sequence until the rest of its tokens fits a step.
 
-        Tokens of a prompt whose log-probabilities are asked for, and tokens up to a place where states are kept, are
-        computed here too. At least the last token is left.
+        Tokens of a prompt whose log-probabilities are asked for are computed here, and tokens up to a place where
+        states are kept. At least the last token is left.
         """
         if self._states is not None:
             self._states.rewind(sequence)
@@ -475,12 +486,12 @@ class Engine:
             self.compute_context(sequence, end - sequence.num_computed)
 
     def step(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
-        """(num_logits, vocab) logits of each row, of admitted sequences that have caught up.
+        """Logits [num_logits, vocab] for each row; the rows' sequences are admitted and have caught up.
 
-        `num_computed` of the sequences is the caller's to advance, by the tokens that it accepts. `by_copy`: the
-        self-draft copy computes logits of `draft_ids`, and writes its K/V where the target's step overwrites them
-        before it reads. They never count: `num_computed` of a sequence that is stepped or released must be what the
-        target has computed.
+        The caller advances `num_computed` of the sequences, by the tokens that it accepts. With `by_copy` the
+        self-draft copy computes logits of `draft_ids`. It writes its K/V where the target's step overwrites them before
+        it reads them. They never count as computed: `num_computed` of a sequence that is stepped or released must be
+        the number of tokens that the target has computed.
         """
         logits: dict[int, Tensor] = {}
         for group in _similar_lengths(rows):
@@ -491,10 +502,10 @@ class Engine:
         return [logits[i] for i in range(len(rows))]
 
     def add_head(self, head: ReadsStates, name: str | None = None) -> HeadCache:
-        """Keep from now on what this head reads of the target's tokens, until it is removed. `name` says which head it
-        is to K/V on disk, such as a digest of its weights; without one it has none there.
+        """Keep the hidden states that this head reads, from now on and until the head is removed.
 
-        The K/V of released sequences are forgotten: of their tokens there is nothing for it.
+        `name` identifies the head to the K/V on disk, such as a digest of its weights; a head without a name keeps
+        nothing on disk. The K/V of released sequences are forgotten, since the head has nothing for their tokens.
         """
         self.check_is_open()
         block_size, dtype = self._blocks.block_size, getattr(torch, self.config.dtype)
@@ -537,7 +548,7 @@ class Engine:
             self._disk.remove_head(cache)
 
     def release(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks back; with block reuse its K/V can be found until they are needed."""
+        """Free the sequence's blocks. With block reuse, its K/V can be found until the blocks are needed."""
         if self._used_disk is not None:
             self._used_disk.save(sequence)
         sequence.unread = []
@@ -546,11 +557,13 @@ class Engine:
         self._blocks.release(sequence)
 
     def max_draft_len_of(self, sequence: Sequence) -> int:
-        """Tokens that a draft may have for the engine and for the sequence's budget."""
+        """Most tokens that a draft may have, for the engine and for the sequence's budget."""
         return min(self.max_draft_len, sequence.max_draft_len)
 
     def raise_cache_is_taken(self, request: Request) -> NoReturn:
-        """Report that other requests hold what this one needs, and do not release it while it waits."""
+        """Raise the error that other requests hold the blocks that this request needs, and do not release them while it
+        waits.
+        """
         if self._states is not None and self._states.manager.is_full:
             raise SpecDecError(
                 f"no room for {request.name}: sequences of another generation hold all slots of states: "
@@ -566,7 +579,8 @@ class Engine:
     def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
         """Compute the next `num_tokens` of an admitted sequence's uncomputed tail, which must be longer.
 
-        Of a prompt that is scored no more than are unscored, in pieces, because each of these tokens has logits.
+        If the prompt is scored, no more tokens are computed than are unscored, and in pieces, because each of these
+        tokens has logits.
         """
         while num_tokens:
             num_known = len(sequence.prompt_logprobs) - sequence.num_computed
@@ -587,15 +601,16 @@ class Engine:
                     self._used_disk.keep_state(sequence)
 
     def forward_context(self, sequence: Sequence, num_tokens: int) -> Tensor:
-        """Compute the next `num_tokens` of an admitted sequence; (num_tokens, vocab) logits after each of them."""
+        """Compute the next `num_tokens` of an admitted sequence; returns logits [num_tokens, vocab], a row after each
+        token.
+        """
         logits = self._forward([dataclasses.replace(context_row(sequence, num_tokens), num_logits=num_tokens)])
         sequence.num_computed += num_tokens
         return logits
 
     def occupy_cache(self, blocks: range) -> None:
-        """Have these blocks of the K/V cache in memory, as if they were in use: for measuring.
-
-        The K/V of released sequences are forgotten.
+        """Touch these blocks of the K/V cache, so that they are in memory as if they were in use, for measurements. The
+        K/V of released sequences are forgotten.
         """
         self.check_is_open()
 
@@ -620,7 +635,7 @@ class Engine:
         return self.turns.take(step)
 
     def _forward(self, rows: Seq[Row], *, by_copy: bool = False) -> Tensor:
-        """Logits `[rows, vocab]` after each row's last token."""
+        """Logits [num_logits, vocab] of each row."""
         self.check_is_open()
         step = self._copy_step if by_copy else self._step
         assert step is not None
@@ -651,16 +666,16 @@ class Engine:
 
 
 def _similar_lengths(rows: Seq[Row]) -> list[list[int]]:
-    """Indices of rows to compute together: prompts each by itself, because rows are padded to the longest.
+    """Indices of rows to compute together: a prompt is computed alone, because rows are padded to the longest row.
 
-    A prompt beside three rows of a draft's length would be computed four times over. By itself it fills the machine.
+    Beside three rows of a draft's length, a prompt would be computed four times over. Alone it uses the whole machine.
     """
     short = [i for i, row in enumerate(rows) if len(row.tokens) <= SHORT_ROW]
     return [*([i] for i, row in enumerate(rows) if len(row.tokens) > SHORT_ROW), *([short] if short else [])]
 
 
 def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torch.device:
-    """The device an id names (`auto`: a GPU where there is one); UsageError if this machine has none of that id."""
+    """The device with this id (`auto`: a GPU if there is one); UsageError if this machine has no such device."""
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         count = torch.cuda.device_count()
         if count == 0:
@@ -678,7 +693,7 @@ def resolve_device(kind: Literal["cpu", "cuda", "auto"], device_id: int) -> torc
 
 
 def _first_device(kind: Literal["cpu", "cuda"], device_ids: Seq[int]) -> torch.device:
-    """First device of rank 0. A processor's devices are its cores, and are looked up where there are several ranks."""
+    """Device of rank 0. A processor's devices are sets of cores, and are looked up only if there are several ranks."""
     if kind == "cpu" and len(device_ids) > 1:
         return torch.device("cpu")
     devices = [resolve_device(kind, device_id) for device_id in device_ids]  # and the others are there too
@@ -690,7 +705,9 @@ def _kv_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.device) -> int:
-    """Blocks in the pool, the null block included; SpecDecError, with the numbers, if memory is too small for them."""
+    """Number of blocks in the pool, the null block included; SpecDecError, with the numbers, if there is too little
+    memory for them.
+    """
     build = config.build_config
     block_bytes = bytes_per_block(config.layers, build.tokens_per_block, _kv_dtype(config))
     num_blocks = build.max_batch_size * -(-build.max_seq_len // build.tokens_per_block)
@@ -716,7 +733,7 @@ def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.dev
 
 
 def _bytes_of_states(config: EngineConfig, device: torch.device) -> int:
-    """Memory of all slots of states; SpecDecError, with the numbers, if there is less."""
+    """Bytes of all slots of states; SpecDecError, with the numbers, if less memory is free."""
     if not config.states:
         return 0
     build, dtype = config.build_config, getattr(torch, config.dtype)

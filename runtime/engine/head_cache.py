@@ -1,12 +1,13 @@
 """Memory of a trained drafter (a head), by the slots of its target's K/V cache.
 
-A slot of token j has the hidden state that the head reads of it, as soon as the target has computed it, and the keys
-and values that the head makes of the pair (token j, hidden state of token j - 1). Both depend on nothing behind token
-j, as the target's own keys and values do. So they are found again, copied, handed on and given back with these, and a
-head that is behind, after a lookup's drafts or in a prompt that another request has computed, computes what it lacks.
+The slot of token j has the hidden state of token j, as soon as the target has computed it. It also has the keys and
+values that the head makes from the pair (token j, hidden state of token j - 1). Like the target's own keys and values,
+both depend on nothing behind token j, so they are found again, copied, handed on and freed together with these. The
+head may be behind, after a lookup's drafts or in a prompt that another request has computed; it then computes the keys
+and values that it lacks.
 
-Slot 0 of a sequence has no pair, and no query of the head sees it. A head that drafts blocks takes no pairs: its keys
-and values of token j are made of that token's own hidden state, slot 0's too.
+The first token of a sequence has no pair, and no query of the head sees it. A head that drafts blocks takes no pairs:
+its keys and values of token j are made from that token's own hidden state, the first token's too.
 """
 
 from collections.abc import Sequence as Seq
@@ -32,11 +33,11 @@ class ReadsStates(Protocol):
 
     @property
     def first_token(self) -> int:
-        """The first token of a sequence that it has keys and values of: 1 where it takes pairs."""
+        """The first token of a sequence for which the head has keys and values: 1 if it takes pairs."""
         ...
 
     def reduce(self, states: Tensor) -> Tensor:
-        """(tokens, state_size) of the (tokens, width) hidden states that the target's step gives."""
+        """States [tokens, state_size] from the hidden states [tokens, width] that the target's step returns."""
         ...
 
 
@@ -46,7 +47,7 @@ def bytes_of_head(head: ReadsStates, block_size: int, dtype: torch.dtype) -> int
 
 
 class HeadCache:
-    """The memory of one head; `num_blocks` and `block_size` are the engine's."""
+    """The memory of a head; `num_blocks` and `block_size` are the engine's."""
 
     def __init__(
         self, head: ReadsStates, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -58,13 +59,15 @@ class HeadCache:
         self._has_kv = np.zeros((num_blocks, block_size), dtype=bool)
 
     def keep(self, slots: Tensor, states: Tensor) -> None:
-        """Keep the (tokens, width) hidden states of the tokens of (tokens,) slots."""
+        """Keep hidden states [tokens, width] of the tokens in `slots` [tokens]."""
         reduced = self._reduce(states).to(self.states.dtype)
         self.states.flatten(0, 1)[slots, : reduced.shape[-1]] = reduced
         self._has_state.reshape(-1)[slots.cpu().numpy()] = True
 
     def flags(self) -> list[Tensor]:
-        """Memory [num_blocks, block_size] of which slots have a hidden state, and which have keys and values."""
+        """Flags [num_blocks, block_size] for slots that have a hidden state, and for slots that have keys
+        and values.
+        """
         return [torch.from_numpy(self._has_state), torch.from_numpy(self._has_kv)]
 
     def copy_block(self, copy: BlockCopy) -> None:
@@ -73,18 +76,19 @@ class HeadCache:
             tensor[copy.destination] = tensor[copy.source]
 
     def forget(self, block_table: Seq[int], start: int) -> None:
-        """Clear the flags of a sequence's slots from position `start` on, which hold another sequence's numbers."""
+        """Clear the flags of a sequence's slots from position `start` on, which still have another
+        sequence's numbers.
+        """
         first, offset = divmod(start, self.block_size)
         for has in (self._has_state, self._has_kv):
             has[block_table[first : first + 1], offset:] = False
             has[block_table[first + 1 :]] = False
 
     def num_known(self, block_table: Seq[int], num_tokens: int) -> int | None:
-        """Leading tokens of a sequence whose keys and values the head has, at least 1 where it takes pairs: of the
-        first it needs none.
-
-        Of the `num_tokens` that the target has computed; all of them for a head that has none of its own. None where a
-        hidden state of the others is not there.
+        """Number of first tokens of a sequence whose keys and values the head has, among the `num_tokens` that the
+        target has computed. It is at least 1 if the head takes pairs, since the first token needs none, and
+        `num_tokens` if the head has no keys and values of its own. None if a hidden state of the other tokens is
+        missing.
         """
         own = list(block_table[: -(-num_tokens // self.block_size)])
         has_kv, has_state = (has[own].reshape(-1)[:num_tokens] for has in (self._has_kv, self._has_state))
@@ -98,14 +102,16 @@ class HeadCache:
         self._has_kv.reshape(-1)[self.slots(block_table, start, end)] = True
 
     def keep_own(self, block_table: Seq[int], start: int, outputs: Tensor, width: int) -> None:
-        """Keep what the head has made of the sequence's tokens from `start` on, beside their hidden states: the numbers
-        of its (tokens, state_size) outputs behind the first `width`."""
+        """Keep the head's own outputs [tokens, state_size] for the sequence's tokens from `start` on, beside their
+        hidden states: the numbers after the first `width`.
+        """
         slots = torch.tensor(self.slots(block_table, start, start + len(outputs)), device=self.states.device)
         self.states.flatten(0, 1)[slots, width:] = outputs[:, width:]
 
     def states_for(self, block_table: Seq[int], start: int, end: int) -> Tensor:
-        """(end - start, state_size) hidden states of the tokens before each of tokens `start` to `end` - 1, or of these
-        themselves where the head takes no pairs."""
+        """Hidden states [end - start, state_size] of the tokens before tokens `start` to `end` - 1, or, if the head
+        takes no pairs, of these tokens themselves.
+        """
         first = self._first
         slots = torch.tensor(self.slots(block_table, start - first, end - first), device=self.states.device)
         return self.states.flatten(0, 1)[slots]

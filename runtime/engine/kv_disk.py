@@ -1,11 +1,12 @@
-"""The K/V cache on disk, under the one in memory: read at admission, written behind the loop.
+"""The K/V cache on disk, below the cache in memory: read when a sequence is admitted, and written in a thread.
 
-What a sequence needs to go on is read together or not at all: keys and values of the model, those of a trained head
-with its hidden states, and the state of layers without attention. Where a part is missing the sequence goes on from
-there. So it is restored to what computing it again would give, to the bit, and a test says so.
+Everything that a sequence needs to continue is read together or not at all: the model's keys and values, those of a
+trained head with its hidden states, and the state of layers without attention. If a part is missing, the sequence
+continues from before it. So the restored numbers equal computed ones to the bit, and a test checks it.
 
-A thread copies blocks of released sequences straight from the cache's memory. `BlockManager` says whether a block still
-has the content that was asked for; a block that is needed before it was copied is copied at that moment, up to a bound.
+A thread copies blocks of released sequences straight from the cache's memory. `BlockManager` tells whether a block
+still has the content that was asked for. A block that is needed before it was copied is copied at that moment, up to a
+limit.
 """
 
 import contextlib
@@ -42,14 +43,14 @@ from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 _KV = "kv"
 _BATCH_BYTES = 8 << 20
-"""Bytes of one transaction, for the end of which readers wait."""
+"""Bytes of a transaction, whose end readers wait for."""
 _MOST_COPIED_BYTES = 256 << 20
-"""Bytes of blocks that were needed for something else before they were written."""
+"""Most bytes of blocks that are copied because they were needed before they were written."""
 _MOST_JOBS = 256
-"""Released sequences that wait to be written; more are left out."""
+"""Most released sequences that wait to be written; further ones are not written."""
 _CLOSE_S = 60.0
 _NICE = 19
-"""Priority of the thread that writes: it takes what running requests leave of the processor."""
+"""Priority (niceness) of the thread that writes: it uses the processor when running requests do not."""
 _MEASURED = ("step_costs", "host_s", "self_draft_costs", "machine", "quality", "logits_check", "self_draft_check")
 _NOTES = ("compiler_note", "why_whole", "config_digest")
 _DECAY, _TRY_AGAIN = 0.7, 32
@@ -70,7 +71,7 @@ def _digest_of_code() -> str:
 
 @dataclass
 class Rates:
-    """Seconds of a token that is computed, and of one that is read; None until they were measured."""
+    """Seconds per token, computed and read; None until they are measured."""
 
     compute_s: float | None = None
     read_s: float | None = None
@@ -80,12 +81,12 @@ class Rates:
         self.compute_s = _mean(self.compute_s, seconds / num_tokens)
 
     def read(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens < _LEAST_TIMED:  # most of it is what any read takes
+        if num_tokens < _LEAST_TIMED:  # most of the time is the fixed cost of a read
             return
         self.read_s = _mean(self.read_s, seconds / num_tokens)
 
     def reading_pays(self) -> bool:
-        """True unless reading took longer than computing; then it is tried again now and then."""
+        """True unless reading took longer than computing; then reading is tried again now and then."""
         if self.compute_s is None or self.read_s is None or self.read_s < self.compute_s:
             return True
         self._num_skipped += 1
@@ -97,7 +98,7 @@ def _mean(before: float | None, now: float) -> float:
 
 
 class Part:
-    """Tensors of which each block has a row, as bytes of one record."""
+    """Tensors with a row for each block, which become the bytes of one part of a record."""
 
     def __init__(self, name: str, tensors: Seq[Tensor]) -> None:
         self.name = name
@@ -145,7 +146,9 @@ def _part_of_head(head: HeadCache, name: str) -> Part:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A block that waits to be written, by the parts of the time when it was released; `data` once it was copied."""
+    """A block that waits to be written, with the parts that there were when it was released; `data` are its bytes, once
+    it was copied.
+    """
 
     block: int
     content: CachedBlock
@@ -189,10 +192,10 @@ _AnyJob = _Job | _AnswerJob | _OutputJob
 
 
 class KVDisk:
-    """The disk of one engine. Its methods are called in the engine's turns, but `flush` and `close`.
+    """The disk of an engine. Its methods are called in the engine's turns, except `flush` and `close`.
 
-    `pools` has the memory of each rank. A record has the bytes of all of them, so each rank has the same tokens.
-    SpecDecError if the directory cannot be used, or has no room for one of the engine's longest sequences.
+    `pools` has the memory of each rank. A record has the bytes of all ranks, so all have the same tokens. SpecDecError
+    if the directory cannot be used, or has no room for a sequence of the engine's longest length.
     """
 
     def __init__(
@@ -227,7 +230,7 @@ class KVDisk:
         except Damaged as error:
             self._fail(self._reader, error)  # the writer sees that its database was replaced
         except (TimeoutError, Unwritable):
-            pass  # what is told of other engines is not worth waiting for
+            pass  # a note about other engines is not worth waiting for
         blocks.on_evict = self._copy
 
     def _check_size(self, directory: Path, max_bytes: int | None, config: EngineConfig) -> None:
@@ -260,8 +263,9 @@ class KVDisk:
             self._tell("foreign", f"the K/V on disk are of other engines, and none of them are read: {directory}")
 
     def add_head(self, head: HeadCache, name: str | None) -> None:
-        """Read and write what this head has of each block too. One without a name has no place on disk: then nothing is
-        read."""
+        """Read and write this head's memory of each block too, from now on. A head without a name has no place on disk:
+        then nothing is read from disk.
+        """
         self._heads.append((head, None if name is None else _part_of_head(head, name)))
         self._parts = [*self._kv, *(part for _, part in self._heads if part is not None)]
 
@@ -270,7 +274,7 @@ class KVDisk:
         self._parts = [*self._kv, *(part for _, part in self._heads if part is not None)]
 
     def find(self, sequence: Sequence) -> None:
-        """Find what an admitted sequence lacks: its `unread` records, which `read` reads."""
+        """Find the records on disk that an admitted sequence lacks, and set its `unread`, which `read` reads."""
         before, most = sequence.num_computed, sequence.max_reused
         sequence.unread = []
         if most - before < self._block_size or any(part is None for _, part in self._heads):
@@ -291,8 +295,8 @@ class KVDisk:
         sequence.unread = [one for one in records if one.end > before]
 
     def _asked(self, ask: Callable[[BlockStore], T]) -> T | None:
-        """Read from the database by `ask`; None in a fork, while another process writes, and after a failure, which is
-        told.
+        """Result of `ask` with the database; None in a fork, while another process writes, and after a failure, which
+        is reported.
         """
         if os.getpid() != self._process_id:
             return None
@@ -308,9 +312,10 @@ class KVDisk:
 
     def read(self, sequence: Sequence, until: float) -> int:
         """Read a sequence's `unread` records into its blocks until this time, at least one of them, and advance
-        `num_computed`; returns the tokens that it has advanced by.
+        `num_computed`; returns the number of tokens by which it advanced.
 
-        With states it advances with the last record, whose state it is. What cannot be read is forgotten.
+        If the model has states it advances only with the last record, whose state is read. Records that cannot be read
+        are forgotten.
         """
         before, start, num_read = sequence.num_computed, time.perf_counter(), 0
         records, sequence.unread = sequence.unread, []
@@ -345,7 +350,7 @@ class KVDisk:
             sequence.num_computed = record.end
 
     def _parts_of(self, record: Record, *, with_state: bool) -> dict[str, bytes] | None:
-        """All parts of a record; None where one is missing, or damaged."""
+        """All parts of a record; None if a part is missing or damaged."""
         names = [part.name for part in self._parts]
         sizes = {part.name: part.num_bytes for part in self._parts}
         if with_state and self._states is not None:
@@ -364,12 +369,16 @@ class KVDisk:
         return parts if parts is not None and all(len(parts[name]) == sizes[name] for name in names) else None
 
     def keep_state(self, sequence: Sequence) -> None:
-        """Have the state after a running sequence's computed tokens written with its blocks, when it is released."""
+        """Have the state after a running sequence's computed tokens written with its blocks when the sequence is
+        released.
+        """
         if self._is_writing and self._states is not None and (saved := self._states.saved(sequence)) is not None:
             sequence.kept_states[sequence.num_computed] = saved
 
     def save(self, sequence: Sequence) -> None:
-        """Write a sequence that is about to be released. One that goes on later is written by whole blocks."""
+        """Write a sequence that is about to be released. If it will be continued later, only whole blocks
+        are written.
+        """
         num_computed = sequence.num_computed
         num_whole = num_computed // self._block_size
         if not self._is_writing or not num_computed or os.getpid() != self._process_id:
@@ -395,7 +404,7 @@ class KVDisk:
             sequence.kept_states.clear()
 
     def _submit(self, job: _AnyJob) -> None:
-        """Have a job done by the thread; the condition is held."""
+        """Queue a job for the thread; the caller holds the condition."""
         self._jobs.append(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="specdec-kv-disk", daemon=True)
@@ -403,7 +412,7 @@ class KVDisk:
         self._condition.notify_all()
 
     def keep_answer(self, vocabulary: str, salt: str | None, answer: Answer) -> None:
-        """Write an owner's answer behind the loop, together with others that wait to be written."""
+        """Write an owner's answer, in the thread, together with other waiting answers."""
         if not self._is_writing or os.getpid() != self._process_id:
             return
         with self._condition:
@@ -414,7 +423,7 @@ class KVDisk:
                 self._submit(_AnswerJob(vocabulary, [(salt, answer)]))
 
     def read_answers(self, vocabulary: str, salt: str | None, after: int) -> tuple[list[Answer], int]:
-        """An owner's answers that were written after row `after`, the oldest first, and the last row."""
+        """An owner's answers that were written after row `after`, the oldest first, and the number of the last row."""
         found = self._asked(lambda reader: read_answers(reader, vocabulary, salt, after))
         if found is None:
             return [], after
@@ -426,7 +435,7 @@ class KVDisk:
         return found.answers, found.last
 
     def keep_output(self, salt: str | None, scopes: Seq[Scope], tokens: list[int]) -> None:
-        """Write an owner's output, behind the loop."""
+        """Write an owner's output, in the thread."""
         if not self._is_writing or os.getpid() != self._process_id:
             return
         with self._condition:
@@ -460,7 +469,7 @@ class KVDisk:
             return self._condition.wait_for(lambda: self._is_idle and not self._jobs, timeout_s)
 
     def close(self) -> None:
-        """Write what waits, for a minute at most, and end."""
+        """Write everything that waits, for a minute at most, and end."""
         if os.getpid() != self._process_id:
             return
         if self._thread is not None:
@@ -539,8 +548,9 @@ class KVDisk:
             self._write_state(owner, job, ids, num_tokens, saved)
 
     def _write_blocks(self, owner: Owner, ids: list[int], blocks: Seq[_Waiting], path: int) -> list[int]:
-        """Write blocks behind the records `ids`, as far as there is room for them and they still have their content;
-        returns the ids of all."""
+        """Write blocks behind the records `ids`, as long as there is room and the blocks still have their content;
+        returns the ids of all records.
+        """
         store, batch, num_bytes, ids = self._writer, list[tuple[bytes, dict[str, Bytes]]](), 0, list(ids)
 
         def end_batch() -> bool:
@@ -561,12 +571,12 @@ class KVDisk:
             num_bytes += sum(map(len, data.values()))
             if num_bytes >= _BATCH_BYTES and not end_batch():
                 return ids
-        if batch or not blocks:  # what was written before counts as used now
+        if batch or not blocks:  # records written before count as used now
             end_batch()
         return ids
 
     def _data_of(self, waiting: _Waiting) -> dict[str, Bytes] | None:
-        """The bytes of a block; None where they are gone."""
+        """The bytes of a block; None if its content is gone."""
         if waiting.data is None and self._blocks.holds(waiting.block, waiting.content):
             data: dict[str, Bytes] = {part.name: part.read(waiting.block) for part in waiting.parts}
             if self._blocks.holds(waiting.block, waiting.content):
@@ -574,7 +584,7 @@ class KVDisk:
         return waiting.data
 
     def _write_state(self, owner: Owner, job: _Job, ids: list[int], num_tokens: int, saved: bytes) -> None:
-        """Write the state after so many of the job's tokens, with the block in which they end."""
+        """Write the state after `num_tokens` of the job's tokens, with the block in which they end."""
         place = (num_tokens - 1) // self._block_size
         if place > len(ids) or place >= len(job.blocks):
             return
@@ -587,7 +597,7 @@ class KVDisk:
         self._writer.write(owner, ids[:place], [(tokens, (data or {}) | {STATE: saved})], path)
 
     def _fail(self, store: BlockStore, error: Exception) -> None:
-        """Tell once what is wrong, and go on without the disk, or with an empty one where it was damaged."""
+        """Report once what is wrong, and continue without the disk, or, if it was damaged, with an empty one."""
         if isinstance(error, Damaged):
             self._tell("damaged", f"the K/V on disk are damaged, and are computed again: {store.directory}")
             try:

@@ -50,7 +50,7 @@ _BUILD_AGAIN = "build it again"
 
 
 def current_environment(device: torch.device) -> Environment:
-    """This machine as compiled steps depend on it: processor or GPU, torch, operating system."""
+    """This machine's properties that compiled steps depend on: processor or GPU, torch, operating system."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         capability = f"{torch.cuda.get_device_name(device)} sm_{major}{minor}"
@@ -98,7 +98,7 @@ class StepKind:
     dtype: Dtype
     quantization: Quantization | None = None
     hidden_states: tuple[int, ...] = ()
-    """Given by the step for a trained drafter (`BuildConfig`)."""
+    """Hidden states that the step returns for a trained drafter (`BuildConfig`)."""
 
 
 _left: dict[Path, StepFunction] = {}
@@ -115,7 +115,9 @@ def take_step(engine_dir: Path) -> StepFunction | None:
 
 
 def open_step(kind: StepKind, engine_dir: Path, device: torch.device, mapping: Mapping = ALONE) -> StepFunction:
-    """The compiled step of an engine directory, ready to be called on `device`; one rank's where there are several."""
+    """The compiled step of an engine directory, ready to be called on `device`; for a split engine, the step of one
+    rank.
+    """
     if mapping == ALONE and (left := take_step(engine_dir)) is not None:
         return left
     compiler = kind.compiler
@@ -151,7 +153,7 @@ def open_step(kind: StepKind, engine_dir: Path, device: torch.device, mapping: M
 
 
 def open_copy(step: StepFunction, engine_dir: Path, device: torch.device, ids: Tensor | None = None) -> StepFunction:
-    """The step of the copy that drafts, beside the target's, whose memory it shares. `ids` as for `copy_of`."""
+    """The step of the self-draft copy, which shares the memory of the target's step. `ids` as in `copy_of`."""
     directory = engine_dir / COPY_DIR
     if isinstance(step, PackagedStep):
         return _open_package(directory / PACKAGE, directory / WEIGHTS, step.weights)
@@ -179,16 +181,15 @@ def _open_package(package: Path, weights: Path, known: dict[str, Tensor] | None 
 
 
 def _own_cache(directory: Path) -> Path:
-    """The compiler's cache, copied: the compiler writes to it, and the bundle may be shared or read-only."""
+    """A copy of the compiler's cache: the compiler writes to it, and the bundle may be shared or read-only."""
     cache_dir = Path(tempfile.mkdtemp(dir=temporary_dir()))
     shutil.copytree(directory / CACHE, cache_dir, dirs_exist_ok=True)
     return cache_dir
 
 
 def check_shape(config: EngineConfig, engine_dir: Path) -> None:
-    """SpecDecError if `config.json` says what the step was not made for: it would read and write beyond its memory.
-
-    Of files that are what `config.json` has recorded.
+    """SpecDecError if `config.json` states other shapes than the step was made for, with which it would read and write
+    beyond its memory. The files must be those that `config.json` has recorded.
     """
     where = engine_dir / "config.json"
     if config.build_config.compiler == "aot":
@@ -221,7 +222,7 @@ def _check_is_shape(made_for: StepShape, config: EngineConfig, where: Path) -> N
 
 
 def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
-    """Shape as far as the model determines it, if it is opened without a package."""
+    """Shape of a step as far as the model determines it, for an engine without a package."""
     from runtime.model.pretrained import num_positions, parse_pretrained_config, why_positions_end
 
     pretrained = parse_pretrained_config(config.pretrained_config, str(where))
@@ -233,13 +234,15 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
             code="engine",
         )
     shapes = _shapes_by_model(json.dumps(config.pretrained_config), config.mapping.tp_size)
-    shape = config.step_shape  # of what the model has no say in
+    shape = config.step_shape  # the parts that the model does not determine
     return dataclasses.replace(shape, vocab_size=pretrained.vocab_size, layers=shapes.layers, states=shapes.states)
 
 
 @lru_cache(maxsize=16)
 def _shapes_by_model(pretrained_config: str, tp_size: int) -> Shapes:
-    """Shapes as far as the model determines them; kept, because finding them is most of opening a small engine."""
+    """Shapes as far as the model determines them. They are cached, because finding them takes most of the time of
+    opening a small engine.
+    """
     from runtime.model.model import probe_config, split_config
     from runtime.model.pretrained import parse_pretrained_config
 
@@ -248,7 +251,7 @@ def _shapes_by_model(pretrained_config: str, tp_size: int) -> Shapes:
 
 
 def _named_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each number and word of a JSON document by its place in it, such as `layers[0].num_kv_heads`."""
+    """Each number and text of a JSON document by its path, such as `layers[0].num_kv_heads`."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _named_values(item, f"{name}.{key}" if name else key)

@@ -1,6 +1,7 @@
 """The process of a rank other than 0, which computes the batches that rank 0 sends.
 
-It ends with rank 0's process, however that ends: a pipe that only that process can write to is at its end then.
+It ends with rank 0's process, however that ends: the pipe from that process, which no other can write to, is then
+closed.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Rank 0 of an engine that is split: its step, which the other ranks' processes compute with it.
 
-They get the tensors of a batch, and do with their K/V what this one does. Drafting, sampling and accounting are rank
-0's alone.
+They get the tensors of a batch, and change their K/V as rank 0 does. Drafting, sampling and accounting are rank 0's
+alone.
 """
 
 import dataclasses
@@ -42,10 +42,10 @@ _open: set["Place"] = set()
 
 
 class Place:
-    """CPU placement of one engine's rank 0: whatever thread calls its step is kept to the cores of its first device.
+    """CPU cores of an engine's rank 0: a thread that calls its step is kept on the cores of its first device.
 
-    One process is rank 0 of all engines, so it goes from one's device to another's; when the last has closed, it has
-    all cores back.
+    One process is rank 0 of all its engines, so it moves from one engine's device to another's. When the last engine
+    has closed, it has all cores again.
     """
 
     def __init__(self, cores: Seq[int]) -> None:
@@ -55,14 +55,14 @@ class Place:
             _open.add(self)
 
     def take(self) -> None:
-        """Keep this thread, and those that it begins, to the cores."""
+        """Keep this thread, and threads that it starts, on the cores."""
         if getattr(_here, "place", None) is not self:
             pin(self._cores)
             torch.set_num_threads(min(self._threads, len(self._cores)))
             _here.place = self
 
     def leave(self) -> None:
-        """Left, it can be left again, and not be taken any more."""
+        """End the placement. It may be called again; the cores cannot be taken after it."""
         with _lock:
             is_last = _open == {self}
             _open.discard(self)
@@ -74,7 +74,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class RankedModel:
-    """Model as opened by a rank."""
+    """The model as a rank opens it."""
 
     directory: Path
     compiler: Compiler
@@ -82,10 +82,10 @@ class RankedModel:
     dtype: Dtype
     quantization: Quantization | None
     layers: tuple[LayerShape, ...]
-    """Layers of a rank."""
+    """K/V shapes of the layers in a rank."""
     tp_size: int
     hidden_states: tuple[int, ...] = ()
-    """Given by the step, of one rank only (`BuildConfig`)."""
+    """Hidden states that the step returns; only with a single rank (`BuildConfig`)."""
     states: tuple[StateShape, ...] = ()
     max_draft_len: int = 0
 
@@ -98,7 +98,7 @@ class RankedModel:
 
 
 def open_ranks(model: RankedModel, device: torch.device, device_ids: Seq[int]) -> StepFunction:
-    """The step of an engine's directory: this process's, or where there are several ranks a `RankedStep`."""
+    """The step of an engine's directory: this process's own, or, with several ranks, a `RankedStep`."""
     mapping = Mapping(model.tp_size, model.tp_size)
     kind = StepKind(model.compiler, model.pretrained_config, model.dtype, model.quantization, model.hidden_states)
     open_own = partial(open_step, kind, model.directory, device, mapping)
@@ -108,7 +108,7 @@ def open_ranks(model: RankedModel, device: torch.device, device_ids: Seq[int]) -
 
 
 class RankedStep:
-    """The step of all ranks. One at a time, in any thread; `close` ends the other ranks."""
+    """The step of all ranks. It may be called from any thread, one call at a time; `close` ends the other ranks."""
 
     def __init__(
         self, model: RankedModel, device: torch.device, device_ids: Seq[int], open_own: Callable[[], StepFunction]
@@ -145,7 +145,7 @@ class RankedStep:
             rendezvous.close()
 
     def __call__(self, *inputs: Any) -> Tensor:
-        """Run a step like `Step.forward`. SpecDecError if a rank has ended; then all have."""
+        """Run a step like `Step.forward`. SpecDecError if a rank has ended; then all ranks have ended."""
         batch, (keys, _, *states) = inputs[:5], inputs[5:]
         self._take_place()
         try:
@@ -173,7 +173,7 @@ class RankedStep:
     def share(self, keys: list[Tensor], num_slots: int, make: Callable[[], Made]) -> list[Made]:
         """Call `make`, which makes K/V and states by `zeros`, for each other rank, in memory that the rank uses too.
 
-        `settle` before it is read or written. On a GPU, whose memory is not shared, `make` is not called.
+        Call `settle` before this memory is read or written. On a GPU, whose memory is not shared, `make` is not called.
         """
         made = list[Made]()
         for file in self._files:
@@ -184,7 +184,7 @@ class RankedStep:
         return made
 
     def settle(self) -> bool:
-        """Wait until the other ranks have done all that they were sent; False if one has ended."""
+        """Wait until the other ranks have done everything that they were sent; False if a rank has ended."""
         while any(int(num_done) < self._num_sent for num_done in self._num_done):
             if self.failure is not None:
                 return False
@@ -201,7 +201,7 @@ class RankedStep:
 
     @property
     def failure(self) -> SpecDecError | None:
-        """Why no step can be computed any more; None while they can."""
+        """The reason why no step can be computed any more; None while steps can be computed."""
         if self._processes.failure is not None or self._close.alive:
             return self._processes.failure
         return SpecDecError("the engine's other ranks have ended", hint="open the engine again")
@@ -212,7 +212,7 @@ class RankedStep:
         return self._processes.pids
 
     def close(self) -> None:
-        """Closed, it can be closed again."""
+        """End the other ranks. It may be called again."""
         self._close()
 
     def _take_place(self) -> None:
@@ -220,7 +220,9 @@ class RankedStep:
             self._place.take()
 
     def _settled(self, logits: Tensor) -> Tensor:
-        """Once they are there: a GPU goes on with what it has where another rank has ended."""
+        """The logits, after the GPU has computed them. If another rank has ended meanwhile, they are wrong, and an
+        error is raised.
+        """
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
             if self._processes.failure is not None:
@@ -235,7 +237,7 @@ class RankedStep:
         self._num_sent += 1
 
     def _follow(self, keys: list[Tensor], num_slots: int) -> None:
-        """Have the others make a K/V pool like this one, and slots for states, once for each."""
+        """Have the other ranks make a K/V pool like this one, and slots for states, once for each pool."""
         if self._pool is None or self._pool() is not keys[0]:
             self._send((POOL, keys[0].shape[0], keys[0].shape[3], num_slots, bool(self._num_done)))
             self._pool = weakref.ref(keys[0])
@@ -243,7 +245,7 @@ class RankedStep:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until a step is over: in the middle of it other ranks would wait for this one."""
+    """Delay Ctrl-C until the end of a step: in the middle of it other ranks would wait for this one."""
     answer = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(answer):
         yield  # no interrupts here
@@ -259,7 +261,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def rank_devices(device_type: str, device_ids: Seq[int]) -> list[str]:
-    """torch's names of the ranks' devices: a processor has one for all, and its cores tell them apart."""
+    """torch's names of the ranks' devices. On a processor all ranks have the same name, and differ by their cores."""
     return [device_type if device_type == "cpu" else f"{device_type}:{device_id}" for device_id in device_ids]
 
 

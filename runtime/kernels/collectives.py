@@ -1,8 +1,8 @@
 """Collectives of a split step, as opaque operations for the compiler.
 
-There are two of each: over memory that ranks share, for processors alone (`runtime/kernels/csrc/collectives.cpp`), and
-by torch.distributed, for every device. Both give the same bits. Which rank this is, and of which group, is not in the
-program: so one program serves all of them.
+Each exists twice: over memory that ranks share, for processors alone (`runtime/kernels/csrc/collectives.cpp`), and by
+torch.distributed, for every device. Both give the same bits. The rank and its group are not part of the program, so one
+program serves all ranks.
 """
 
 from collections.abc import Callable
@@ -81,24 +81,28 @@ def _operation(name: str, shares_memory: bool) -> Any:
 
 
 def all_reduce(x: Tensor, *, shares_memory: bool) -> Tensor:
-    """The sum of all ranks' x, taken in the order of ranks: the same bits on each."""
+    """The sum of x over all ranks, added in the order of ranks, so that each rank has the same bits."""
     total: Tensor = _operation("all_reduce", shares_memory)(x)
     return total
 
 
 def gather_columns(x: Tensor, size: int, *, shares_memory: bool) -> Tensor:
-    """(..., N) of each of `size` ranks as (..., N x size), in the order of ranks."""
+    """Columns [..., N x size] of all `size` ranks side by side, in the order of ranks, from this rank's columns [...,
+    N].
+    """
     gathered: Tensor = _operation("gather_columns", shares_memory)(x, size)
     return gathered
 
 
 def own_columns(x: Tensor, size: int, *, shares_memory: bool) -> Tensor:
-    """(..., N / size): this rank's of (..., N) that all `size` ranks have."""
+    """This rank's share of the columns, [..., N / size], from all columns [..., N], which all `size` ranks have."""
     own: Tensor = _operation("own_columns", shares_memory)(x, size)
     return own
 
 
 def own_embeddings(ids: Tensor, weight: Tensor, *, shares_memory: bool) -> Tensor:
-    """(*ids, C) rows of this rank's (V / ranks, C) part of the vocabulary; zeros for ids of others' parts."""
+    """Embeddings [*ids, C] from this rank's part [vocab / ranks, C] of the vocabulary; zeros for ids in other ranks'
+    parts.
+    """
     found: Tensor = _operation("own_embeddings", shares_memory)(ids, weight)
     return found

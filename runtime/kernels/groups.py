@@ -1,10 +1,9 @@
 """The ranks that compute a step together: over memory that they share, or by torch.distributed.
 
-Kernels share memory (`runtime/kernels/csrc/collectives.cpp`). Where a step runs without them its ranks send each other
-their parts, by gloo between processors and by nccl between GPUs. A group is a thread's: `use` says which one computes.
-
-What to compute rank 0 tells the others by messages, of which nothing is answered: lists of whole numbers on a pipe,
-each after its length.
+Kernels share memory (`runtime/kernels/csrc/collectives.cpp`). If a step runs without kernels, its ranks send each other
+their parts, by gloo between processors and by nccl between GPUs. A group belongs to a thread: `use` sets the thread
+that computes. Rank 0 tells the other ranks what to compute by messages on a pipe, which are not answered: lists of
+whole numbers, each after its length.
 """
 
 import itertools
@@ -27,8 +26,9 @@ from runtime.util.processes import shared_memory
 
 Way = Literal["shared", "gloo", "nccl"]
 STEP, POOL, COPY_BLOCK, COPY_SLOT = range(4)
-"""A batch to compute; a new K/V pool, with numbers of blocks, tokens per block and slots for states, and 1 if rank 0
-has the same memory; a block, or a slot, to copy to another."""
+"""Kinds of messages. STEP: a batch to compute. POOL: a new K/V pool, with numbers of blocks, tokens per block and slots
+for states, and 1 if rank 0 has the same memory. COPY_BLOCK, COPY_SLOT: a block or a slot to copy to another.
+"""
 _HERE = "127.0.0.1"
 _WAITS = timedelta(days=1)  # an ended rank is noticed at once, and a computing one is waited for
 _keys = itertools.count(1)
@@ -36,16 +36,14 @@ _here = threading.local()
 
 
 def way_of(compiler: Compiler, device_type: str) -> Way:
-    """Exchange of data between ranks: by NCCL on GPUs, by shared memory where a step uses kernels, else by Gloo."""
+    """Way in which ranks exchange data: NCCL on GPUs, shared memory if a step uses kernels, otherwise Gloo."""
     if device_type == "cuda":
         return "nccl"
     return "shared" if uses_kernels(compiler, device_type) else "gloo"
 
 
 class Rendezvous:
-    """Meeting place of the ranks of one machine: a file that they inherit, or a port. `number` is its name for all of
-    them.
-    """
+    """Meeting point of the ranks of a machine: a file that they inherit, or a port. All ranks know it by `number`."""
 
     def __init__(self, way: Way, tp_size: int) -> None:
         self.way = way
@@ -71,21 +69,21 @@ class RankGroup(Protocol):
     """One rank's end of a group."""
 
     def use(self) -> None:
-        """Have this thread compute with it; once the others have joined, if that takes them all."""
+        """Have this thread compute with the group. If all ranks must join first, wait until they have."""
 
     def stop(self) -> None:
-        """After another rank's process has ended, abort waits for it: RuntimeError there."""
+        """Abort waits for a rank whose process has ended: they raise RuntimeError."""
 
     def leave(self) -> None: ...
 
 
 def join(rendezvous: Rendezvous, rank: int, tp_size: int) -> RankGroup:
-    """Rank 0's end."""
+    """Join the group; returns rank 0's end of it."""
     return _join(rendezvous.way, rendezvous.number, rank, tp_size, rendezvous.store)
 
 
 def join_by_number(way: Way, number: int, rank: int, tp_size: int) -> RankGroup:
-    """Join as a rank in another process than the one that made the meeting."""
+    """Join as a rank in another process than the one that made the meeting point."""
     return _join(way, number, rank, tp_size, None)
 
 
@@ -94,7 +92,7 @@ def _join(way: Way, number: int, rank: int, tp_size: int, store: TCPStore | None
 
 
 class _Memory:
-    """The kernels' groups, each by a number of this process."""
+    """A group of the kernels', known by a number in this process."""
 
     def __init__(self, file: int, rank: int, tp_size: int) -> None:
         self._key = next(_keys)
@@ -111,7 +109,7 @@ class _Memory:
 
 
 class _Distributed:
-    """A group of torch's. It is joined in a thread of its own, so that waiting ends if another rank has."""
+    """A group of torch's. It is joined in a thread of its own, so that waiting can end if another rank has ended."""
 
     def __init__(self, way: Way, port: int, rank: int, tp_size: int, store: TCPStore | None) -> None:
         self.rank, self.size, self._way = rank, tp_size, way
@@ -141,12 +139,12 @@ class _Distributed:
         if getattr(_here, "group", None) is self:
             _here.group = None
         if self._group is not None:
-            with suppress(RuntimeError):  # of what was aborted
+            with suppress(RuntimeError):  # raised by aborted operations
                 self._group.shutdown()
             self._group = None
 
     def gather(self, x: Tensor) -> Tensor:
-        """(ranks, *x): every rank's x. As bytes, which each backend takes of every dtype."""
+        """Every rank's x, [ranks, *x]. It is sent as bytes, which each backend accepts for every dtype."""
         parts = x.new_empty(self.size, *x.shape)
         if not x.numel():
             return parts
@@ -156,7 +154,7 @@ class _Distributed:
 
 
 def _backend(way: Way, store: TCPStore, rank: int, tp_size: int) -> Any:
-    """torch's backend outside the default group: a process joins one group for each of its engines."""
+    """torch's backend, made outside the default group, since a process joins a group for each of its engines."""
     if way == "nccl":
         backend: Any = dist.ProcessGroupNCCL
         options = backend.Options()
@@ -169,7 +167,7 @@ def _backend(way: Way, store: TCPStore, rank: int, tp_size: int) -> Any:
 
 
 def distributed_group() -> _Distributed:
-    """Process group of this thread."""
+    """The process group that this thread uses."""
     group: _Distributed | None = getattr(_here, "group", None)
     if group is None:
         raise RuntimeError("no ranks compute together in this thread")
@@ -177,7 +175,7 @@ def distributed_group() -> _Distributed:
 
 
 def send(pipe: int, *parts: Seq[int] | Tensor) -> None:
-    """Raises OSError if the reader has closed."""
+    """Send a message; OSError if the reader has closed the pipe."""
     flat = [np.asarray(part, dtype=np.int64).ravel() for part in parts]
     numbers = np.concatenate([np.array([sum(map(len, flat))], dtype=np.int64), *flat])
     left = memoryview(numbers.tobytes())
@@ -186,7 +184,7 @@ def send(pipe: int, *parts: Seq[int] | Tensor) -> None:
 
 
 def receive(pipe: BinaryIO) -> Tensor | None:
-    """The next message, int64; None when there will be no more."""
+    """The next message, int64; None if no more will come."""
     length = pipe.read(8)
     if len(length) < 8:
         return None
@@ -196,7 +194,7 @@ def receive(pipe: BinaryIO) -> Tensor | None:
 
 
 def of_batch(tensors: Seq[Tensor]) -> list[Seq[int] | Tensor]:
-    """A batch's tensors as a message, slots of states last if it has any: B, Q, N and T before them."""
+    """A batch's tensors as a message: B, Q, N and T first, and slots of states last if there are any."""
     (B, Q), N, T = tensors[0].shape, tensors[3].shape[1], tensors[4].shape[0]
     return [(STEP, B, Q, N, T), *(tensor.cpu() for tensor in tensors)]
 

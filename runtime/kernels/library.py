@@ -1,7 +1,7 @@
 """The library of the CPU's kernels (`csrc`): from a wheel, or compiled once for each machine and cached.
 
-A wheel has one library for each set of instructions (`scripts/wheel.sh`); the best one for the processor is taken. An
-installation from source compiles its own; `python -m runtime.kernels.library` does that ahead of time.
+A wheel has one library for each set of instructions (`scripts/wheel.sh`); the best library for the processor is taken.
+An installation from source compiles its own; `python -m runtime.kernels.library` does that ahead of time.
 """
 
 import contextlib
@@ -32,11 +32,13 @@ SOURCES_DIR = Path(__file__).parent / "csrc"
 _SOURCES = sorted(SOURCES_DIR.glob("*.cpp"))
 _HEADERS = sorted(SOURCES_DIR.glob("*.h"))
 _HALF = ("linear", "quantized", "sampling")
-"""Sources that take half of the compiler's time, and have templates in common; more pieces would each parse torch's
-headers, 5 s."""
+"""Source files that take half of the compiler's time together, and share templates. More files would each parse torch's
+headers, which takes 5 s.
+"""
 _FUSED = "--param=avoid-fma-max-bits=0"
-"""Tuned for AMD's Zen 2 and 3, GNU's compiler adds up some loops without fused multiply-add, of one number of rows and
-not of another: a token's bits would depend on its company. Clang has no such tuning.
+"""Option that has GNU's compiler use fused multiply-add in all loops. Tuned for AMD's Zen 2 and 3, GNU's compiler adds
+up some loops without fused multiply-add for one number of rows, and with it for another: a token's bits would depend
+on the other rows. Clang has no such tuning.
 """
 _FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", _FUSED, "-fopenmp", "-fPIC")
 _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
@@ -44,7 +46,7 @@ _ARM = "asimd atomics bf16 crc32 fp i8mm sme sve"
 _INSTRUCTIONS = tuple((_ARM if platform.machine() in ("aarch64", "arm64") else _X86).split())
 PREBUILT_DIR = Path(__file__).parent / "prebuilt"
 _ERRORS = "kernels.errors"
-"""Errors of the process that compiles beside others; empty unless it fails."""
+"""File for the errors of the process that compiles in the background; empty unless it fails."""
 _COMPILE = """
 import os
 from contextlib import suppress
@@ -97,18 +99,20 @@ INSTRUCTION_SETS = {
         _instruction_set("baseline", "-march=armv8-a"),
     ),
 }
-"""Sets of each kind of machine, the best first; the last one is what every such processor has."""
+"""Sets of instructions for each kind of machine, the best first; the last is what every such processor has."""
 
 
 def library_name(machine: str, instruction_set: InstructionSet) -> str:
-    """Name of the library in `PREBUILT_DIR`; it fits one minor version of torch, whose C++ classes it uses."""
+    """Name of the library in `PREBUILT_DIR`. A library fits a single minor version of torch, whose C++ classes it
+    uses.
+    """
     minor = ".".join(torch.__version__.split(".")[:2])
     return f"{machine}-{instruction_set.name}-torch{minor}.so"
 
 
 def prebuilt_kernels(instructions: Collection[str], sources: str, directory: Path = PREBUILT_DIR) -> Path | None:
-    """The wheel's library for this kind of machine and these sources, for a processor with `instructions`; None without
-    one.
+    """The wheel's library for this kind of machine and these sources, for a processor with `instructions`; None if
+    there is none.
     """
     for instruction_set in INSTRUCTION_SETS.get(platform.machine(), ()):
         library = directory / library_name(platform.machine(), instruction_set)
@@ -119,7 +123,7 @@ def prebuilt_kernels(instructions: Collection[str], sources: str, directory: Pat
 
 
 def _is_whole(library: bytes) -> bool:
-    """False for a cut ELF file: loading it would kill the process by a bus error."""
+    """False for an ELF file that is cut off: loading it would kill the process by a bus error."""
 
     def number(at: int, size: int) -> int:
         return int.from_bytes(library[at : at + size], "little")
@@ -131,7 +135,7 @@ def _is_whole(library: bytes) -> bool:
 
 
 def prebuilt_machines(directory: Path = PREBUILT_DIR) -> dict[str, list[str]]:
-    """Kinds of machines that this installation brings kernels for, and the versions of torch."""
+    """Kinds of machines for which this installation has kernels, and the versions of torch."""
     found: dict[str, set[str]] = {}
     for path in directory.glob("*-*-torch*.so"):
         machine, _, version = path.stem.partition("-")
@@ -159,22 +163,24 @@ def write_kernels(path: Path) -> None:
 
 
 def are_kernels_compiled() -> bool:
-    """True where `write_kernels` finds the library, and compiles none."""
+    """True if `write_kernels` will find the library, and compile nothing."""
     if prebuilt_kernels(_processor_flags(), _sources()) is not None:
         return True
     return read_sealed(_in_cache("native")) is not None or _kept_without_compiler() is not None
 
 
 def kernels_can_wait() -> bool:
-    """True if there is a compiler and no compiled library yet: another process may compile the kernels while the model
-    is computed without them. False if such a process has ended without a library: it failed, or was killed, as
-    everything is in a container that ends.
+    """True if there is a compiler and no compiled library yet: another process may compile the kernels, while the model
+    computes without them.
+
+    False if such a process has ended without a library: it failed, or it was killed, as all processes are when a
+    container ends.
     """
     return has_compiler() and not are_kernels_compiled() and not _has_ended()
 
 
 def _has_ended() -> bool:
-    """True if a process was begun (`begin_kernels`), is no longer running, and has made no kernels."""
+    """True if a process was started by `begin_kernels`, is no longer running, and has made no kernels."""
     try:
         with (cache_dir() / _ERRORS).open("rb") as errors:
             fcntl.flock(errors, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -186,10 +192,10 @@ def _has_ended() -> bool:
 
 
 def begin_kernels() -> None:
-    """Begin a process that compiles the kernels into the cache, behind all others, and outlives this one; none where
-    there is one already.
+    """Start a process, with the lowest priority, that compiles the kernels into the cache and outlives this one. Does
+    nothing if there is such a process.
 
-    It holds the lock that is taken here, by the file that it writes its errors to, until it ends.
+    That process holds the lock that is taken here, on the file for its errors, until it ends.
     """
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
@@ -212,12 +218,14 @@ def _in_cache(march: str) -> Path:
 
 
 def _name_of(march: str) -> str:
-    """Prefix of a cached library's name: everything it depends on except the compiler."""
+    """Prefix of a cached library's name: everything that it depends on except the compiler."""
     return f"kernels-{digest((*_FLAGS, march, _sources(), torch.__version__, processor()))[:16]}"
 
 
 def _kept_without_compiler() -> bytes | None:
-    """The library in the cache where there is no compiler to make it; None if there is one, or no such library."""
+    """The library in the cache, if there is no compiler to make one; None if there is a compiler, or no
+    such library.
+    """
     if has_compiler():
         return None
     all_kept = map(read_sealed, sorted(cache_dir().glob(f"{_name_of('native')}-*.so")))
@@ -225,9 +233,8 @@ def _kept_without_compiler() -> bytes | None:
 
 
 def compile_kernels(path: Path, march: str = "native") -> None:
-    """Write the library to `path`, from the cache if it was compiled here before. SpecDecError without a compiler.
-
-    For the processor that it is compiled on, unless `march` names another of the compiler's.
+    """Write the library to `path`, from the cache if it was compiled here before. SpecDecError without a compiler. It
+    is made for this processor, unless `march` names another of the compiler's.
     """
     compiler = cxx_compiler()
     cached = _in_cache(march)
@@ -258,12 +265,12 @@ def _say_that_it_waits() -> None:
 
 
 def cxx_compiler() -> str:
-    """The command of the C++ compiler, as Inductor takes it too."""
+    """The command of the C++ compiler: CXX or `g++`, as in Inductor."""
     return os.environ.get("CXX", "").strip() or "g++"
 
 
 def has_compiler() -> bool:
-    """True if the command of the C++ compiler is there, whatever it can do."""
+    """True if the command of the C++ compiler exists, whether it works or not."""
     try:
         return shutil.which(shlex.split(cxx_compiler())[0]) is not None
     except (ValueError, IndexError):  # a quote in CXX is not closed
@@ -271,7 +278,7 @@ def has_compiler() -> bool:
 
 
 def says_no_compiler(error: BaseException) -> bool:
-    """True if the error is that the command of the C++ compiler is not there, ours or Inductor's."""
+    """True if the error says that the command of the C++ compiler does not exist; it may be ours or Inductor's."""
     if isinstance(error, FileNotFoundError):
         return error.filename in cxx_compiler().split()[:1]
     return type(error).__name__ == "InvalidCxxCompiler"
@@ -297,12 +304,14 @@ def _sources() -> str:
 
 
 def processor() -> str:
-    """Processor as `-march=native` sees it; a cache may be shared by machines of several kinds."""
+    """Processor as `-march=native` sees it. Machines of several kinds may share a cache."""
     return f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()} {' '.join(_processor_flags())}"
 
 
 def instructions() -> tuple[str, ...]:
-    """The processor's sets of instructions that `-march=native` may use, by Linux's names; none where it names none."""
+    """Sets of instructions that `-march=native` may use on this processor, by Linux's names; empty if Linux lists
+    none.
+    """
     return tuple(flag for flag in _processor_flags() if flag.startswith(_INSTRUCTIONS))
 
 
@@ -316,7 +325,7 @@ def _processor_flags() -> list[str]:
 
 
 def _toolchain(compiler: str) -> str:
-    """Version of the compiler and of the C library; empty without a compiler."""
+    """Versions of the compiler and of the C library; empty without a compiler."""
     said = ""
     with contextlib.suppress(OSError, ValueError):
         said = subprocess.run([*shlex.split(compiler), "-v"], capture_output=True, text=True).stderr
@@ -324,7 +333,7 @@ def _toolchain(compiler: str) -> str:
 
 
 def compile_objects(compiler: str, directory: Path, machine_flags: Seq[str]) -> list[str]:
-    """Object files of the kernels, compiled at once. SpecDecError without a working compiler."""
+    """Object files of the kernels, compiled in parallel. SpecDecError without a working compiler."""
     include = f"-I{Path(torch.__file__).parent / 'include'}"
     flags = [*_FLAGS, f'-DSPECDEC_SOURCES="{_sources()}"', *machine_flags, include]
     pieces = [[source for source in _SOURCES if (source.stem in _HALF) == inside] for inside in (True, False)]
@@ -343,7 +352,7 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def run_at_once(compiler: str, calls: list[list[str]]) -> None:
-    """Run several calls of a compiler at the same time; SpecDecError with the message of the first that failed."""
+    """Run several calls of a compiler in parallel; SpecDecError with the message of the first that failed."""
     with ExitStack() as stack:
         processes = []
         try:
@@ -368,13 +377,15 @@ def run_at_once(compiler: str, calls: list[list[str]]) -> None:
 
 
 def _first_error(said: str) -> str:
-    """The line of a compiler's output that says what is wrong; lines before it name files that include the source."""
+    """The line of a compiler's output that says what is wrong. The lines before it name files that include
+    the source.
+    """
     lines = said.splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else "nothing")
 
 
 def main() -> None:
-    """Have the kernels in the cache."""
+    """Compile the kernels into the cache, unless they are there."""
     with tempfile.TemporaryDirectory(dir=temporary_dir()) as _directory:
         write_kernels(Path(_directory) / "kernels.so")
 

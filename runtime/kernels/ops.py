@@ -1,5 +1,5 @@
 """The CPU's kernels for attention and linear layers (`csrc`): loaded once per process, described to the compiler, and
-measured. Importing this module loads nothing; `kernel_library.py` is where the library comes from.
+measured. Importing this module loads nothing. The library comes from `runtime.kernels.library`.
 """
 
 import threading
@@ -31,9 +31,9 @@ _VECTOR_FUNCTIONS = (
 
 
 def load_kernels(path: Path) -> None:
-    """Make `torch.ops.specdec` available. The first library of a process serves all engines that have the same one.
-
-    SpecDecError if the library cannot be loaded, or is of other sources than the process's, whose layouts may differ.
+    """Make `torch.ops.specdec` available. A process loads one library, which serves all engines with the same library.
+    SpecDecError if it cannot be loaded, or if it was made from other sources than the library of this process, whose
+    layouts may differ.
     """
     if hasattr(torch.ops.specdec, "linear"):
         if f"{MARK}{torch.ops.specdec.sources()}".encode() not in path.read_bytes():
@@ -50,7 +50,7 @@ def load_kernels(path: Path) -> None:
 
 
 def load_compiled_kernels() -> None:
-    """Make `torch.ops.specdec` available if the kernels are compiled already, for work that torch can do too."""
+    """Make `torch.ops.specdec` available if the kernels are compiled already, for work that torch can do as well."""
     if not hasattr(torch.ops.specdec, "linear") and are_kernels_compiled():
         with TemporaryDirectory(dir=temporary_dir()) as directory:
             write_kernels(Path(directory) / "kernels.so")
@@ -79,10 +79,10 @@ _of_this_thread = threading.local()
 
 
 def flush_denormals() -> None:
-    """Take numbers close to 0 for 0, in this thread and in the kernels' threads that help it.
+    """Treat numbers close to 0 as 0, in this thread and in the kernels' threads that help it.
 
-    Without it single steps take 50 to 100 times as long; and a number's bits must not depend on which thread computes
-    it.
+    Otherwise some steps take 50 to 100 times as long. All threads must do the same, since a number's bits must not
+    depend on the thread that computes it.
     """
     torch.set_flush_denormal(True)
 
@@ -95,12 +95,14 @@ def flush_denormals_of_openmp() -> None:
 
 
 def kernel_group_size(group_size: int) -> int:
-    """Columns that the kernels take together: those of a weight's group, or the largest part that is short enough."""
+    """Number of columns that the kernels take together: a weight's group, or the largest part of it that is short
+    enough.
+    """
     return next(size for size in range(min(group_size, _MOST_COLUMNS), 0, -1) if group_size % size == 0)
 
 
 def describe_kernels() -> None:
-    """Tell the compiler the shapes of what the kernels return; needed to export or compile, not to run."""
+    """Tell the compiler the shapes of the kernels' results. This is needed to export or compile, not to run."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *others: object, **more: object) -> Tensor:
         return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
@@ -116,7 +118,7 @@ def describe_kernels() -> None:
     def experts_linear(x: Tensor, packed: Tensor, chosen: Tensor, num_outputs: int, *settings: int) -> Tensor:
         return x.new_empty(chosen.shape[0], num_outputs)
 
-    def short_conv(inputs: Tensor, *others: object) -> Tensor:  # and a scan of what is added
+    def short_conv(inputs: Tensor, *others: object) -> Tensor:  # and a scan, by its additions
         return torch.empty_like(inputs)
 
     def linear_attention(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
@@ -176,7 +178,7 @@ def fastest_arithmetic(dtype: torch.dtype, num_tokens: int) -> Arithmetic:
 
 
 def _matmul_seconds(arithmetic: int, dtype: torch.dtype, num_tokens: int) -> list[float]:
-    """The shortest of a few calls, for few tokens and for many."""
+    """Seconds of the fastest of a few calls, for few tokens and for many."""
     packed = torch.ops.specdec.pack_linear(torch.full((_MEASURED_SIZE, _MEASURED_SIZE), 1.0, dtype=dtype))
     shortest = []
     for count in (num_tokens, _MANY_TOKENS):

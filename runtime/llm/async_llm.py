@@ -30,7 +30,7 @@ class AsyncLLM:
     """An `LLM` for asyncio: requests come at any time and share steps, in the loop of `specdec serve`.
 
     `async for result in llm.generate("def area(", params): print(result.text)` gets a result whenever its output has
-    grown. All requests have one drafter. Close it, or use it in an `async with` block.
+    grown. All requests have the same drafter. Close it, or use it in an `async with` block.
     """
 
     def __init__(

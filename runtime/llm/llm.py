@@ -1,8 +1,8 @@
-"""A model that answers: text in, text out. What Python users import, and what `run` and `summarize` stand on.
+"""A model that answers: text in, text out. Python users import it, and `run` and `summarize` use it.
 
-An `LLM` is an opened engine with its tokenizer. It answers prompts in sessions, one for each way to draft; a session is
-opened when it is first asked for, and kept, so that a draft model is opened once and lookups remember what they
-learned.
+An `LLM` is an opened engine with its tokenizer. It answers prompts in sessions, one for each drafter and draft length
+mode; a session is opened when it is first asked for, and kept, so that a draft model is opened once and lookups
+remember what they learned.
 """
 
 import dataclasses
@@ -90,8 +90,8 @@ class LLM:
     `mode` "leader" keeps sequences in a running batch; "orchestrator" calls the engine once for each step, as
     TensorRT-LLM's examples do. Prompts are computed `max_num_tokens` tokens at a time. With a `seed`, requests without
     their own seed give the same samples each time a program runs. `engine` are the build options for a model's engine;
-    an engine's directory is used as it was built. `speculative_config`, as vLLM and TensorRT-LLM have it, or the file
-    of a `profile` says how calls draft that name no drafter. SpecDecError if an argument cannot be met.
+    an engine's directory is used as it was built. Calls that name no drafter draft by `speculative_config`, which has
+    vLLM's and TensorRT-LLM's form, or by the file of a `profile`. SpecDecError if an argument cannot be met.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class LLM:
             )
         self.mode = mode
         self.reasoning_parser: str | None = None
-        """Name of the format of reasoning; None: the chat template's."""
+        """Name of the format of reasoning; None for the chat template's."""
         self.kv_cache = kv_cache or KVCacheConfig()
         self._engine_options = engine
         is_made = not isinstance(model, Bundle) and not is_engine_dir(Path(model).expanduser())
@@ -162,9 +162,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give back the memory of the engine, and of draft models.
-
-        Calls of other threads end in an error before their next step.
+        """Give back the memory of the engine, and of draft models. Calls in other threads raise an error before their
+        next step.
         """
         with self._opening:
             self.engine.turns.take(self._close)
@@ -187,8 +186,9 @@ class LLM:
         draft_len_mode: DraftLenMode | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """A result for each prompt, in order, with its `n` outputs. One prompt or several; parameters for all, or for
-        each. `use_tqdm`: a bar on standard error shows how many outputs are finished.
+        """A result for each prompt, in order, with its `n` outputs. `prompts` is one prompt or several;
+        `sampling_params` are for all prompts, or a list with one for each. With `use_tqdm` a bar on standard error
+        shows how many outputs are finished.
         """
         session = self.session(drafter, draft_len_mode)
         given, requests = self._requests(prompts, sampling_params)
@@ -209,9 +209,8 @@ class LLM:
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode | None = None,
     ) -> Generator[Piece]:
-        """Yield the outputs step by step: a piece for each step of each output.
-
-        To leave early, close the generator or drop it.
+        """Yield the outputs as they grow: a piece for each step of each output. To stop early, close the generator or
+        drop it.
         """
         session = self.session(drafter, draft_len_mode)
         given, requests = self._requests(prompts, sampling_params)
@@ -228,8 +227,8 @@ class LLM:
         draft_len_mode: DraftLenMode | None = None,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Generate the assistant's next message, by the tokenizer's chat template; SpecDecError if it has none.
-        `continue_final_message`: the output goes on from the last message, as `The answer is` of the assistant.
+        """Generate the assistant's next message, by the tokenizer's chat template; SpecDecError if it has none. With
+        `continue_final_message` the output continues the last message, such as `The answer is` of the assistant.
 
         Without parameters it is sampled as the model's generation_config.json says (`chat_params`).
         """
@@ -245,14 +244,14 @@ class LLM:
         draft_len_mode: DraftLenMode | None = None,
         continue_final_message: bool = False,
     ) -> Generator[Piece]:
-        """`chat`, step by step."""
+        """Answer like `chat`, and yield pieces like `stream`."""
         prompt, params = self._chat_prompt(messages, sampling_params, continue_final_message)
         return self.stream(prompt, params, drafter=drafter, draft_len_mode=draft_len_mode)
 
     def _chat_prompt(
         self, messages: Seq[Message], params: SamplingParams | None, continues_last: bool
     ) -> tuple[list[int], SamplingParams]:
-        """A conversation's tokens, and the parameters of its answer: the model's own where none are given."""
+        """A conversation's tokens, and the parameters of its answer, which are the model's own if none are given."""
         inputs = TemplateInputs(continues_last=continues_last)
         return self.chat_template.encode(messages, inputs), params or self.chat_params()
 
@@ -270,10 +269,11 @@ class LLM:
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode | None = None,
     ) -> "LosslessCheck":
-        """Generate with the drafter and without it, and compare: `passed`, what differs, and how much was compared.
+        """Generate with the drafter and without it, and compare. The result says whether the check `passed`, which
+        outputs differ, and how much was compared.
 
-        A `TokenCheck`; or a `DistributionCheck` for a drafter whose sampled tokens follow the target's distribution but
-        are not the tokens that the target draws alone.
+        It is a `TokenCheck`, or a `DistributionCheck` for a drafter whose sampled tokens follow the target's
+        distribution without being the tokens that the target draws alone.
         """
         from runtime.loop.lossless.check import check_outputs
 
@@ -290,8 +290,8 @@ class LLM:
     def session(self, drafter: AnyDrafter | None = None, draft_len_mode: DraftLenMode | None = None) -> Session:
         """The session that drafts with this drafter; SpecDecError if the drafter does not fit the engine.
 
-        `drafter` None: the one of the `LLM`'s speculative_config or profile, if it has one. `draft_len_mode` None:
-        `Speculation.default_mode`.
+        `drafter` None stands for the drafter of the `LLM`'s speculative_config or profile, if it has one.
+        `draft_len_mode` None stands for `Speculation.default_mode`.
         """
         draft_len_mode = chosen(DraftLenMode, draft_len_mode)
         check_arguments(LLM.session, {"draft_len_mode": draft_len_mode})
@@ -301,7 +301,7 @@ class LLM:
         return self.session_of(Speculation.of(drafter, draft_len_mode).of_target(self._model))
 
     def session_of(self, speculation: Speculation) -> Session:
-        """`session`, for one `Speculation`."""
+        """The session for a `Speculation`."""
         self.engine.check_is_open()
         if (session := self._sessions.get(speculation)) is None:
             with self._opening:
@@ -317,7 +317,7 @@ class LLM:
         return self.open_session(speculation, self._stack)
 
     def _open_by_default(self, speculation: Speculation) -> Session:
-        """Open with automatic draft lengths where they are the default and step costs are known; else with fixed
+        """Open with automatic draft lengths if they are the default and step costs are known; otherwise with fixed
         lengths.
         """
         mode = speculation.default_mode(is_leader=self.mode == "leader")
@@ -353,7 +353,7 @@ class LLM:
 
     @property
     def identity(self) -> TargetIdentity:
-        """The engine's properties that drafters must match."""
+        """The target's properties that drafters must match."""
         return TargetIdentity(self.bundle, self.tokenizer_dir, self.tokenizer)
 
     def measure_costs(self) -> None:
@@ -374,14 +374,15 @@ class LLM:
         return dataclasses.replace(defaults, sampling=sampling)
 
     def chat_params(self) -> SamplingParams:
-        """The model's own sampling, greedy where it names none, with as many output tokens as there is room for."""
+        """The model's own sampling parameters, greedy if it has none, with as many output tokens as there
+        is room for.
+        """
         values: dict[str, Any] = self.model_defaults.sampling or {"temperature": 0.0}
         return SamplingParams(max_tokens=None, **values)
 
     def request_of(self, params: SamplingParams) -> Request:
-        """A request without a prompt, as a template for others: its stop words and bad words are looked up once.
-
-        Penalties that are not given are the model's own.
+        """A request without a prompt, as a template for others, so that its stop words and bad words are looked up
+        once. Penalties that are not given are the model's own.
         """
         if params.receipt:
             self.fingerprint  # noqa: B018  # it is kept, and known before requests fill the cache
@@ -404,7 +405,7 @@ class LLM:
 
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """Format in which the model thinks before it answers, if it is known."""
+        """Format of the model's reasoning, if it is known."""
         if self.reasoning_parser is not None:
             return named_reasoning_format(self.reasoning_parser)
         texts = filter(lambda one: isinstance(one, str), chat_templates(self.tokenizer_dir).values())
@@ -412,7 +413,7 @@ class LLM:
 
     @cached_property
     def thinking(self) -> Thinking:
-        """The model's thinking, for a budget; UsageError for a model that does not think."""
+        """The tags of the model's thinking, for a budget; UsageError for a model that does not think."""
         if self.tokenizer is None or self.reasoning_format is None:
             raise UsageError(
                 f"there is no thinking to limit, the chat template has no tags for it: {self.bundle.given}",
@@ -422,9 +423,8 @@ class LLM:
         return thinking_of(self.reasoning_format, self.tokenizer)
 
     def after_thinking(self, request: Request) -> Request:
-        """The same request, with its JSON schema after the thinking that its prompt has opened, if there is a budget.
-
-        Other forms are those of the whole output, and leave no room for thinking.
+        """The same request, with its JSON schema applied after the thinking that its prompt has opened, if there is a
+        budget. Other grammars hold for the whole output, and leave no room for thinking.
         """
         form = None if request.grammar is None else request.grammar.form
         is_open = request.thinking is not None and request.thinking.is_open_after(request.prompt_tokens)
@@ -480,7 +480,9 @@ class LLM:
         return {} if self.tokenizer is None else special_token_ids(self.tokenizer)
 
     def get_tokenizer(self) -> Any:
-        """transformers' tokenizer of the model, as vLLM's method gives it; None for an engine without one."""
+        """transformers' tokenizer of the model, as from vLLM's method of this name; None for an engine without a
+        tokenizer.
+        """
         if self.tokenizer is None:
             return None
         if not hasattr(self.tokenizer, "apply_chat_template"):  # a lighter one, which reads prompts as that does
@@ -492,8 +494,8 @@ class LLM:
         return encode(prompt, self.tokenizer, max_length)
 
     def max_prompt_len(self, params: SamplingParams) -> int | None:
-        """Number of a prompt's last tokens that are kept; None: all. -1 keeps as many as leave room for the output, or
-        for one token if the output has no limit.
+        """Number of a prompt's last tokens that are kept; None for all. A limit of -1 keeps as many as leave room for
+        the output, or for one token if the output has no limit.
         """
         if params.truncate_prompt_tokens != -1:
             return params.truncate_prompt_tokens
@@ -509,12 +511,12 @@ class LLM:
         return min(build.max_input_len, room)
 
     def text(self, sequence: Sequence) -> str | None:
-        """The text of an output without end ids and what follows a stop word; None without a tokenizer."""
+        """The text of an output, without end ids and without the text after a stop word; None without a tokenizer."""
         return sequence_text(self.tokenizer, sequence)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """The engine's fingerprint. The first time it takes two steps."""
+        """The engine's fingerprint. It is computed at the first call, in two steps."""
         return fingerprint_of(self.engine, self.tokenizer)
 
     def check_receipts(self, receipts: Iterable[Mapping[str, Any]], rule: "Rule | None" = None) -> "list[Finding]":
@@ -523,7 +525,7 @@ class LLM:
         return list(self.checker(rule).check(reads))
 
     def checker(self, rule: "Rule | None" = None) -> "Checker":
-        """A checker of receipts (`runtime.proof.check`); `rule` None: the one that fits each."""
+        """A checker of receipts (`runtime.proof.check`); `rule` None for the rule that fits each receipt."""
         from runtime.proof.check import Checker  # not for a first answer
 
         return Checker(self.engine, self.tokenizer, self.fingerprint, lambda form: self.grammars.compiled(form), rule)
@@ -571,7 +573,7 @@ class LLM:
         return [(prompt, one.n) for (prompt, _), one in zip(given, params, strict=True)], requests
 
     def _pieces(self, session: Session, requests: list[Request], indices: list[int]) -> Generator[Piece]:
-        """Pieces of the outputs, step by step. `indices`: for each request, the index of its prompt."""
+        """Pieces of the outputs, step by step. `indices` has the index of its prompt for each request."""
         with session.unique(requests) as unique:
             prompt_indices = {r.id: i for r, i in zip(unique, indices, strict=True)}
             texts: dict[int, TextStream] = {}
@@ -618,8 +620,8 @@ class LLM:
         return self.tokenizer
 
     def _find_engine(self, model: str | Path, num_masks: int | None = None) -> Path:
-        """The engine's directory for a model, or the directory itself if it is an engine's. A `Path` is never a
-        hub id. With `num_masks` it is a draft model, whose steps take so many mask tokens behind a sequence.
+        """The engine's directory for a model, or the directory itself if it is an engine's. A `Path` is never a hub id.
+        With `num_masks` the model is a draft model, whose steps take that number of mask tokens behind a sequence.
         """
         path = Path(model).expanduser()
         is_model = path.is_dir() or path.suffix.lower() == ".gguf" or is_gguf(path)
@@ -650,7 +652,7 @@ def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:
 
 
 def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """The end ids within the vocabulary, with a warning for the others: some of transformers' config classes have a
+    """The end ids within the vocabulary, with a warning for other ids: some of transformers' config classes have a
     default end id, whatever the vocabulary.
     """
     foreign = sorted(i for i in end_ids if i >= vocab_size)

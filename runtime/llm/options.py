@@ -1,4 +1,4 @@
-"""Arguments of an `LLM`: build options of a model's engine, vLLM's names for them, and the usual drafter."""
+"""Arguments of an `LLM`: build options of a model's engine, vLLM's names for them, and the default drafter."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -41,7 +41,8 @@ _INSTEAD = {
     "swap_space": "nothing: a preempted request is computed again",
     "trust_remote_code": "nothing: code that comes with a model is never run",
 }
-"""vLLM's arguments of an `LLM` that are none here, and what does it with the given `{value}`."""
+"""vLLM's arguments of an `LLM` that specdec lacks, and our replacement for each; `{value}` is the value that was given.
+"""
 
 
 def check_not_empty(options: Mapping[str, Any]) -> None:
@@ -61,7 +62,9 @@ def _instead_of(name: str, value: Any) -> str:
 def usual_speculation(
     config: Mapping[str, Any] | None, profile: str | Path | None, model: str | None
 ) -> Speculation | None:
-    """Speculation of calls that name no drafter; None: none, or that of an engine's profile, which is read later."""
+    """Speculation of calls that name no drafter. None if there is none, or if it is in an engine's profile, which is
+    read later.
+    """
     if config is not None and profile is not None:
         raise UsageError(
             f"speculative_config and profile both say how to draft: {profile}", hint="leave one of the two out"
@@ -72,7 +75,9 @@ def usual_speculation(
 
 
 def engine_options_for(speculation: Speculation, options: EngineOptions) -> EngineOptions:
-    """Build options with what these drafters need of a model's engine, where the options do not say otherwise."""
+    """Build options, with the settings that these drafters need from a model's engine added where the options leave
+    them open.
+    """
     needed: EngineOptions = {"max_draft_len": max(speculation.max_draft_len or 0, USUAL_MAX_DRAFT_LEN)}
     if speculation.needs_copy:
         needed["self_draft"] = "int4"

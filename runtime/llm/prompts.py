@@ -1,4 +1,4 @@
-"""Prompts in the forms that Python users give them: texts, token ids, dicts with a `cache_salt`."""
+"""Prompts in the forms that Python users give them: texts, token ids, and dicts with a `cache_salt`."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -22,12 +22,12 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Seq[int] | TextPrompt | TokensPrompt
-"""A text, or the ids of its tokens; either alone or in a dict, as vLLM has it."""
+"""A prompt: a text or its token ids, either alone or in a dict as in vLLM."""
 
 
 def prompts_of(prompts: Prompt | Seq[Prompt]) -> list[tuple[Any, str | None]]:
-    """The texts or ids of the prompts, each with its `cache_salt`: one prompt becomes a list of one, and a list of ids
-    is one prompt. UsageError for anything else.
+    """The texts or ids of the prompts, each with its `cache_salt`. A single prompt becomes a list of one; a list of ids
+    is a single prompt. UsageError for anything else.
     """
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise UsageError(

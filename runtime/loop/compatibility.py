@@ -1,4 +1,4 @@
-"""Compatibility of drafter and target in their token ids, checked before anything is opened."""
+"""Checks that a drafter's token ids fit the target's, made before anything is opened."""
 
 import filecmp
 import warnings
@@ -15,9 +15,11 @@ from runtime.text.text import open_tokenizer, tokenizer_digest, tokenizer_of_eng
 from runtime.util.errors import SpecDecError, SpecDecWarning, draft_engine_errors
 
 _MOST_DIFFERING = 0.01
-"""Share of a head's tokens that may have other ids: revisions of a model rename a few that are special."""
+"""Largest share of a head's tokens that may have other ids than the target's: revisions of a model rename a few special
+tokens.
+"""
 Tokenizers = tuple[Tokenizer, Tokenizer]
-"""The draft model's and the target's."""
+"""The draft model's tokenizer and the target's."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class TargetIdentity:
 
 
 def check_corpora(speculation: Speculation, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
-    """SpecDecError unless the corpora can be read, and mean the same by every token id as the target."""
+    """SpecDecError unless the corpora can be read, and every token id means the same in them as for the target."""
     for path in speculation.corpora:
         check_corpus(Corpus.open(path), tokenizer, target_vocab_size)
 
 
 def check_corpus(corpus: Corpus, tokenizer: Tokenizer | None, target_vocab_size: int) -> None:
-    """SpecDecError unless this corpus can be read, and means the same by every token id as the target."""
+    """SpecDecError unless this corpus can be read, and every token id means the same in it as for the target."""
     path, info = corpus.path, corpus.info
     if tokenizer is not None and tokenizer_digest(tokenizer) != info.tokenizer_digest:
         raise SpecDecError(
@@ -58,10 +60,11 @@ def check_corpus(corpus: Corpus, tokenizer: Tokenizer | None, target_vocab_size:
 
 
 def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: bool) -> Tokenizers | None:
-    """None if draft and target model mean the same by every token id, or the tokenizers to translate drafts by.
+    """None if every token id means the same to the draft model and the target; otherwise the tokenizers by which drafts
+    are translated.
 
-    The models' own vocabularies may be padded to different sizes. Without tokenizers to compare, the sizes must be
-    equal. SpecDecError where they are not, or drafts by probabilities would have to be translated.
+    The models' vocabularies may be padded to different sizes. Without tokenizers to compare, the sizes must be equal.
+    SpecDecError if they are not, or if drafts by probabilities would have to be translated.
     """
     _warn_of_size(draft, target.bundle)
     config = draft.config
@@ -147,10 +150,9 @@ def check_parallel_engine(draft: Bundle, target: TargetIdentity, num_masks: int)
 def check_head_tokenizer(
     directory: Path, tokenizer_dir: Path, find: Callable[[], Tokenizer | None], what: str = "head"
 ) -> None:
-    """SpecDecError for a trained head, or `what` it is, beside which lies another tokenizer than the target's, which
-    `find` opens, if there is one to read.
-
-    It reads and drafts ids: those of another tokenizer are other words.
+    """SpecDecError for a trained head (or another thing, named by `what`) beside which lies a tokenizer that differs
+    from the target's. `find` opens the target's tokenizer, if it has one. A head reads and drafts ids, and with another
+    tokenizer these are other words.
     """
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((directory / name).is_file() for name in names):
@@ -166,7 +168,7 @@ def check_head_tokenizer(
 
 
 def _check_same_ids(what: str, where: str | Path, tokenizer: Tokenizer, target: Tokenizer, target_dir: Path) -> None:
-    """SpecDecError unless nearly all tokens of what drafts have the target's ids."""
+    """SpecDecError unless nearly all tokens of the drafting model have the target's ids."""
     vocabulary, target_vocabulary = tokenizer.get_vocab(), target.get_vocab()
     differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
     if len(differing) > _MOST_DIFFERING * len(vocabulary):

@@ -1,4 +1,4 @@
-"""Open drafters for a session. Whether a drafter fits the target is checked in `runtime.loop.compatibility`."""
+"""Opens drafters for a session. That a drafter fits the target is checked in `runtime.loop.compatibility`."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from runtime.drafters.heads.head_config import HeadConfig
 
 FindEngine = Callable[[str | Path, int], Path]
-"""(draft model, number of mask tokens that its engine takes behind a sequence) -> its engine's directory."""
+"""Function (draft model, number of mask tokens that its engine takes behind a sequence) -> its engine's directory."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """Context in which drafters are opened. `costs`, where drafts are to be no longer than what pays. `stack` closes
-    them.
+    """Context in which drafters are opened. With `costs`, drafts are cut to the length that pays. `stack` closes the
+    drafters.
     """
 
     engine: Engine
@@ -59,12 +59,12 @@ class Opening:
     find_engine: FindEngine
     target: TargetIdentity
     end_ids: frozenset[int] = frozenset()
-    """The target's."""
+    """End ids of the target."""
     stack: ExitStack = field(default_factory=ExitStack)
     owner_pools: OwnerPools = field(default_factory=OwnerPools)
 
     def clock(self) -> float:
-        """Seconds, by which steps are timed: the whole turn of a loop, for drafts are work outside the step too."""
+        """Clock in seconds, by which whole iterations of the loop are timed: drafts take time outside the step too."""
         return perf_counter()
 
     def answers(self) -> Answers:
@@ -75,7 +75,7 @@ class Opening:
         return Answers(disk=_AnswersOnDisk(self.engine, f"{vocabulary} {config.vocab_size}"))
 
     def adapted(self, drafter: Drafter, draft_s: DraftSeconds | None = None, *, at_once: bool = False) -> Drafter:
-        """The drafter with its drafts cut to the length that pays; the drafter itself where lengths are fixed."""
+        """The drafter with its drafts cut to the length that pays; the drafter itself if lengths are fixed."""
         return adapted(drafter, self.costs, draft_s, self.clock, at_once=at_once)
 
     def draft_model(
@@ -90,13 +90,13 @@ class Opening:
         return _open_head(config, settings, self)
 
     def guarded(self, drafter: GuardedDrafter, max_draft_len: int | None) -> OpenDrafter:
-        """A drafter that the user wrote, whose mistakes are told as errors of that drafter."""
+        """A drafter that the user wrote, wrapped so that its errors are reported as that drafter's."""
         return OpenDrafter(self.adapted(drafter), max_draft_len, guarded=[drafter])
 
 
 @dataclass(frozen=True)
 class _AnswersOnDisk:
-    """Answers of all engines with the same vocabulary: an answer of another model is a draft like any other."""
+    """Answers of all engines with the same vocabulary: another model's answer is a draft like any other."""
 
     engine: Engine
     vocabulary: str
@@ -150,7 +150,7 @@ def _open_draft_model(
 
 
 def _pass_s(step_costs: tuple[StepCost, ...], host_s: float, num_masks: int = 0) -> DraftSeconds:
-    """Seconds of a pass of the model that drafts, with so many mask tokens behind each sequence."""
+    """Seconds of a pass of the drafting model, with `num_masks` mask tokens behind each sequence."""
     return partial(CostModel(step_costs, host_s).iteration_s, draft_len=num_masks)
 
 
@@ -186,13 +186,13 @@ def _open_head(config: "HeadConfig", settings: ModelSettings, opening: Opening) 
 
 
 def _warn_of_missing_ends(drafted: "Tensor | None", opening: Opening) -> None:
-    """Warn where no end id is among the (n,) ids that are drafted; None: all are."""
+    """Warn if no end id is among the ids that may be drafted, `drafted` [n]; None stands for all ids."""
     if drafted is not None and (warning := missing_ends(drafted.tolist(), opening.end_ids)) is not None:
         warnings.warn(warning, SpecDecWarning, stacklevel=2)
 
 
 def warn_of_short_blocks(config: "HeadConfig", max_draft_len: int) -> None:
-    """SpecDecWarning where a block has no room for what it was trained to have."""
+    """SpecDecWarning if a block has less room than the block that the head was trained for."""
     block = config.block
     if block is None or block.size is None or block.is_cut or block.num_drafts(block.size) <= max_draft_len:
         return
@@ -205,9 +205,11 @@ def warn_of_short_blocks(config: "HeadConfig", max_draft_len: int) -> None:
 
 
 def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
-    """All of them, of which each sequence gets the draft that is worth most; those that come first before all others.
+    """All drafters as one: each sequence gets the draft that promises most, and drafters that come first are asked
+    before all others.
 
-    Where all are lookups their best drafts are cut to what pays, together; beside a model each cuts its own.
+    If all are lookups, the best draft of each sequence is cut to the length that pays; beside a model, each drafter
+    cuts its own.
     """
     config = opening.engine.config
     costs = CostModel(config.step_costs, config.host_s) if config.step_costs else None
@@ -239,7 +241,7 @@ def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
 
 
 def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) -> DraftingModel:
-    """Draft model with its step costs, if they and the target's were measured; else drafting counts as free."""
+    """A draft model with its step costs, if they and the target's were measured; otherwise drafting counts as free."""
     assert one.max_draft_len is not None
     at_once, num_masks = False, 0
     if one.draft_model is not None:
@@ -258,7 +260,7 @@ def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) 
 
 
 def _no_seconds(batch_size: int, context_len: int) -> float:
-    """No seconds of drafting: the price of a drafter whose costs were not measured."""
+    """0: the time of drafting, for a drafter whose costs were not measured."""
     return 0.0
 
 

@@ -1,7 +1,7 @@
 """Orchestrator mode (V1): the loop drafts, and calls the target as a stateless request once per step.
 
-Between steps no sequence owns blocks; block reuse gives its K/V back. That is what makes this loop easy to change and a
-little slower than one that keeps them.
+Between steps no sequence owns blocks; its K/V are found again by block reuse. This makes the loop easy to change, and a
+little slower than leader mode, in which sequences keep their blocks.
 """
 
 import time
@@ -28,8 +28,8 @@ def generate(
 ) -> Generator[tuple[Sequence, list[int]]]:
     """Yield (sequence, new tokens) after every step of every request, in groups of the engine's max_batch_size.
 
-    A sequence whose `finish_reason` is set is done. All requests are checked before the first step. `times` is added to
-    as the loop goes. Of a request that cannot go on RequestError is raised when all others are done.
+    A sequence whose `finish_reason` is set is done. All requests are checked before the first step. Times are added to
+    `times` after each step. If a request cannot be continued, RequestError is raised when all others are done.
     """
     if not engine.block_reuse:
         raise UsageError("orchestrator mode needs block reuse", hint="leave it on", code="block_reuse")
@@ -48,9 +48,9 @@ def generate(
 
 
 def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int]) -> Sequence:
-    """One step of a request of which nothing was kept: `tokens` are its prompt's and what it has generated.
+    """One step of a request of which nothing was kept. `tokens` are its prompt and the tokens generated so far.
 
-    For callers that draft elsewhere, such as by another server's model. The returned sequence owns no blocks.
+    It serves callers that draft elsewhere, such as by another server's model. The returned sequence owns no blocks.
     """
     check_requests(engine, None, [request])
     sequence, drafts = Sequence.start(request), [Draft(list(draft))]
@@ -109,6 +109,8 @@ def _step(
 
 
 def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:
-    """Take sequences from the front of `running` while they fit the cache. The rest come first in the next step."""
+    """Admit sequences from the front of `running` as long as they fit the cache. The others come first in the next
+    step.
+    """
     while running and engine.admit(running[0]):
         admitted.append(running.popleft())

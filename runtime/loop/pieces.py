@@ -7,14 +7,14 @@ the next piece has 50.
 
 _MAX_STEPS = 2.5
 _LEAST_TOKENS = 4
-"""Prompts get on, however slow they are."""
+"""Least number of tokens of a piece: prompts make progress, however slow they are."""
 _FIRST_TOKENS = 32
 _WEIGHT = 0.2
-"""Weight of the last step in the mean of all."""
+"""Weight of the last step in the mean of all steps."""
 
 
 class PieceSizes:
-    """The size of the next piece: `num_tokens`, from what the pieces and steps before took."""
+    """The size of the next piece, `num_tokens`, computed from the times of earlier pieces and steps."""
 
     def __init__(self, max_num_tokens: int, max_gap_s: float) -> None:
         self._most, self._max_gap_s = max_num_tokens, max_gap_s
@@ -22,7 +22,7 @@ class PieceSizes:
         self._step_s: float | None = None
 
     def step_took(self, seconds: float) -> None:
-        """Note the time of a step of sequences that generate, without the pieces before it."""
+        """Note the time of a step of generating sequences, without the pieces before it."""
         before = seconds if self._step_s is None else self._step_s
         self._step_s = before + _WEIGHT * (seconds - before)
 
@@ -32,9 +32,8 @@ class PieceSizes:
         return 0.0 if self._step_s is None else max(_MAX_STEPS * self._step_s, self._max_gap_s) - self._step_s
 
     def piece_took(self, num_tokens: int, seconds: float) -> None:
-        """Note the time of a piece. The next piece is at most twice as long, and at least half as long.
-
-        The last piece of a prompt says little of longer pieces, and is passed over if it is short.
+        """Note the time of a piece. The next piece is at most twice as long, and at least half as long. The last piece
+        of a prompt is ignored if it is short, since it says little of longer pieces.
         """
         if self._step_s is None or 2 * num_tokens < self.num_tokens:
             return

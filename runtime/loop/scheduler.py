@@ -1,9 +1,9 @@
 """Leader mode (V2): one loop for all requests, in which a sequence keeps its blocks until it is done.
 
-Requests that do not fit wait and join as others finish, or as others make room by the clients' turns
-(`runtime.loop.turns`): a sequence that made room waits with its blocks. When blocks run out, waiting sequences give
+Requests that do not fit wait. They join as other requests finish, or as others make room by the clients' turns
+(`runtime.loop.turns`); a sequence that made room waits with its blocks. When blocks run out, waiting sequences give
 their blocks back first, then the running sequence that is the last in order. Both are continued later from their
-tokens, and the first in order always gets on.
+tokens, and the first in order always makes progress.
 """
 
 import math
@@ -28,9 +28,8 @@ def generate(
     max_draft_len: int | None = None,
     times: LoopTimes | None = None,
 ) -> Generator[tuple[Sequence, list[int]]]:
-    """Yield (sequence, new tokens) after every step of every request, with at most max_batch_size of them in a step.
-
-    The same promises as `runtime.loop.orchestrator.generate`, for engines without block reuse too.
+    """Yield (sequence, new tokens) after every step of every request, with at most max_batch_size requests in a step.
+    It keeps the promises of `runtime.loop.orchestrator.generate`, also for engines without block reuse.
     """
     leader = Scheduler(engine, drafter, max_draft_len, times)
     check_requests(engine, drafter, requests)
@@ -45,11 +44,11 @@ def generate(
 
 
 class Scheduler:
-    """Running and waiting sequences, and the step of all that run.
+    """Running and waiting sequences, and the step of all running sequences.
 
     The caller of `step` may add and drop sequences between two steps. Several schedulers may share an engine, in one
-    thread or in several (`runtime.util.thread_turns`). `pieces` bounds the time for which sequences that generate wait
-    for prompts; None: pieces have max_num_tokens.
+    thread or in several (`runtime.util.thread_turns`). `pieces` limits the time for which generating sequences wait for
+    prompts; with None, pieces have max_num_tokens.
     """
 
     def __init__(
@@ -69,10 +68,10 @@ class Scheduler:
         """Number of times that a running sequence made room for another one's turn."""
         self.running: list[Sequence] = []
         self.failed: list[Sequence] = []
-        """Sequences that failed, by their `error`."""
+        """Sequences that failed; their `error` says why."""
         self._is_full = False
         self.asked_s = math.inf
-        """Last time that a step was asked for (`runtime.util.thread_turns.Holder`)."""
+        """Last time at which a step was asked for (`runtime.util.thread_turns.Holder`)."""
         self._pieces = pieces
         self._turns = Turns()
         self._holding: list[Sequence] = []
@@ -88,7 +87,7 @@ class Scheduler:
         return bool(self.running or self._turns)
 
     def add(self, sequence: Sequence, client: Hashable = None, priority: int = 0) -> None:
-        """Let a sequence, whose request has been checked, join when it is its turn."""
+        """Let a sequence, whose request has been checked, wait and join when it is its turn."""
         self._turns.add(sequence, client, priority)
 
     @property
@@ -101,7 +100,7 @@ class Scheduler:
         return bool(self.running or self._holding)
 
     def step(self) -> Stepped:
-        """(sequence, new tokens) of those that go on or are done, which have been released."""
+        """(sequence, new tokens) of the sequences that continue or are done; those that are done have been released."""
         self.asked_s = math.inf
         try:
             return self.engine.turns.take_with_room(self._step)
@@ -138,7 +137,7 @@ class Scheduler:
         return stepped
 
     def drop(self, sequence: Sequence) -> None:
-        """Abort a sequence; its computed blocks stay available to others."""
+        """Abort a sequence; its computed blocks stay available to other sequences."""
         self.engine.turns.take(partial(self._drop, sequence))
 
     def _drop(self, sequence: Sequence) -> None:
@@ -176,7 +175,7 @@ class Scheduler:
         self.times.num_preemptions += 1
 
     def _admit(self) -> None:
-        """Let waiting sequences run while there is room, or while others make room for their turns."""
+        """Let waiting sequences run while there is room, or while running sequences make room for their turns."""
         if len(self.running) == self.engine.max_batch_size and not self._turns.are_due:
             return
         while self._turns and self._admit_one():
@@ -184,9 +183,8 @@ class Scheduler:
         self._turns.settle(self.running)
 
     def _admit_one(self) -> bool:
-        """Let one waiting sequence run; False if none can. After blocks ran out there is no room until one has ended.
-
-        Nobody overtakes the first in order for lack of blocks.
+        """Let one waiting sequence run; False if none can. After blocks ran out, there is no room until a sequence has
+        ended. A sequence that lacks blocks is not overtaken if it is the first in order.
         """
         has_room = len(self.running) < self.engine.max_batch_size and not (self._is_full and self.running)
         for sequence in self._turns.candidates(self.running):
@@ -225,7 +223,9 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Blocks for the next step of everyone that still runs; the last in order give theirs back if they must."""
+        """Give every running sequence blocks for the next step; if blocks are short, the last in order give theirs
+        back.
+        """
         for sequence in list(self.running):
             while sequence in self.running and not self.engine.extend(sequence):
                 if self._release_waiting():
@@ -240,7 +240,9 @@ class Scheduler:
         return not sequence.num_unscored and sequence.num_generated > 0 and is_short
 
     def _read_on(self) -> None:
-        """Read what is on disk, in order; while others generate, only as long as a piece of a prompt may take."""
+        """Read K/V from disk, in order. While other sequences generate, this takes no longer than a piece of a prompt
+        may.
+        """
         unread = [sequence for sequence in self._turns.in_order(self.running) if sequence.unread]
         if not unread:
             return
@@ -253,10 +255,10 @@ class Scheduler:
                 break
 
     def _compute_context(self) -> list[Sequence]:
-        """Spend max_num_tokens on prompts, in order; returns the sequences whose next step gives a token.
+        """Compute max_num_tokens tokens of prompts, in order; returns the sequences whose next step gives a token.
 
-        A generation step is never delayed: its few tokens are computed regardless of the remaining budget. Where there
-        is one, prompts have no more tokens than keep it from waiting too long.
+        A generation step is never left out: its few tokens are computed whatever the budget. If there is such a step,
+        no more prompt tokens are computed than may delay it.
         """
         num_generating = sum(map(self._generates, self.running))
         if num_generating == len(self.running):

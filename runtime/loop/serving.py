@@ -1,9 +1,9 @@
-"""The leader loop of a server: a thread of its own, into which requests come and from which answers are read.
+"""The leader loop of a server: a thread of its own, which takes requests and writes answers.
 
 Callers never block: `submit` puts requests into a bounded queue, and `cancel` marks answers that the loop drops before
-its next step. The loop's thread writes sequences, others read them no further than the last `Progress` says, which is
-replaced as a whole after each step. No error of a request ends the loop: those in the step that failed are told, and
-what comes later is answered. It ends with its engine, by `failure`.
+its next step. The loop's thread writes sequences. Other threads read them no further than the last `Progress` says,
+which is replaced as a whole after each step. No error of a request ends the loop: the answers of a failed step get the
+error, and later requests are answered. The loop ends with its engine; `failure` then has the reason.
 """
 
 import logging
@@ -31,7 +31,7 @@ from runtime.util.errors import SpecDecError
 
 @dataclass
 class EngineStats:
-    """Counts that only grow. Each is written by one thread, after every step."""
+    """Counts that only grow. Each is written by a single thread, after every step."""
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
@@ -43,7 +43,7 @@ class EngineStats:
     """Numbers of finished answers, by reason: stop, length, abort or error."""
 
     def count_step(self, sequence: Sequence, num_new_tokens: int) -> None:
-        """The last step of a sequence; with the first one its prompt."""
+        """Count the last step of a sequence; with its first step also its prompt."""
         stats = sequence.stats
         if stats.num_steps == 1:
             self.num_prompt_tokens += len(sequence.request.prompt_tokens)
@@ -63,14 +63,14 @@ class EngineStats:
 
 
 class DrafterRouter:
-    """Asks each request's drafter; `default` for those without one of their own."""
+    """Asks each request's own drafter, or `default` for requests without one."""
 
     def __init__(self, default: Drafter | None) -> None:
         self.default = default
         self._own: dict[int, Drafter | None] = {}
 
     def assign(self, request_id: int, drafter: Drafter | None) -> None:
-        """Draft for a request by this drafter alone, or not at all, until it is forgotten."""
+        """Draft for a request with this drafter alone, or with none, until the request is forgotten."""
         self._own[request_id] = drafter
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -115,22 +115,24 @@ class StepFailed(SpecDecError):
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """A request, and how to draft for it. `drafts_by_default`: by the server's drafter; else by `drafter`, if any."""
+    """A request, and its drafting. With `drafts_by_default` the server's drafter drafts; otherwise `drafter` does, if
+    it is given.
+    """
 
     request: Request
     drafts_by_default: bool = True
     drafter: Drafter | None = None
     copied_tokens: Seq[int] = ()
-    """Text of which the output may copy parts, for the server's drafter, beside the prompt."""
+    """Text, beside the prompt, of which the output may copy parts; for the server's drafter."""
     counts_output: bool = True
-    """False: only the prompt is scored, and the token generated with it is discarded."""
+    """False if only the prompt is scored, and the token generated with it is discarded."""
     priority: int = 0
-    """Place among the requests of one client: the lowest is first."""
+    """Priority among the requests of a client: the lowest is answered first."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Readable part of an answer: numbers of generated tokens and of steps."""
+    """The part of an answer that may be read: numbers of generated tokens and of steps."""
 
     num_tokens: int = 0
     num_steps: int = 0
@@ -141,7 +143,7 @@ class Progress:
     """Prompt tokens found in the K/V cache."""
     finish_reason: FinishReason | None = None
     error: SpecDecError | None = None
-    """Why it ended without an answer."""
+    """Reason why the answer ended without being complete."""
 
     @property
     def is_over(self) -> bool:
@@ -150,9 +152,10 @@ class Progress:
 
 @dataclass(eq=False)
 class RequestHandle:
-    """One sequence on its way. `owner` is whatever its reader wants to be reminded of when it gets on.
+    """A sequence that is being answered.
 
-    `client` is who asked, and `num_before` the number of that client's sequences that were on their way.
+    `owner` is any object that its reader wants to get back when the answer has grown. `client` is the client that
+    asked, and `num_before` the number of that client's unfinished sequences at that time.
     """
 
     asked: ServeRequest
@@ -169,16 +172,18 @@ class RequestHandle:
 
     @property
     def output_tokens(self) -> list[int]:
-        """Output tokens that may be read."""
+        """The output tokens that may be read."""
         start = len(self.request.prompt_tokens)
         return self.sequence.tokens[start : start + self.progress.num_tokens]
 
 
 @dataclass(frozen=True)
 class LoopLimits:
-    """Limits of a loop. `max_queue_len`: sequences that wait; `max_requests_per_client`: requests of one client that
-    run or wait; `max_gap_s`: time between two tokens of a sequence while prompts are computed, unless 2.5 steps are
-    longer (`runtime.loop.pieces`); infinite: prompts go first.
+    """Limits of a loop.
+
+    `max_queue_len`: waiting sequences. `max_requests_per_client`: requests of a client that run or wait. `max_gap_s`:
+    time between two tokens of a sequence while prompts are computed, unless 2.5 steps are longer
+    (`runtime.loop.pieces`); infinite to compute prompts first.
     """
 
     max_queue_len: int
@@ -187,9 +192,8 @@ class LoopLimits:
 
 
 class ServingLoop:
-    """Answers requests with one engine until it is stopped. Clients take turns (`runtime.loop.turns`).
-
-    `on_progress` is called in the loop's thread after each step, with the answers that got on.
+    """Answers requests with an engine until it is stopped. Clients take turns (`runtime.loop.turns`). `on_progress` is
+    called in the loop's thread after each step, with the answers that have grown.
     """
 
     def __init__(
@@ -197,7 +201,7 @@ class ServingLoop:
     ) -> None:
         self.engine, self._draft_engine = session.engine, session.draft_engine
         self.owner_pools = session.opened.owner_pools if session.opened else None
-        """Pools of earlier outputs, if the server's drafter looks in them."""
+        """Pools of earlier outputs, if the server's drafter searches them."""
         self.limits = LoopLimits(limits) if isinstance(limits, int) else limits
         self.max_queue_len = self.limits.max_queue_len
         self.totals = EngineStats()
@@ -212,7 +216,7 @@ class ServingLoop:
         self._answers: dict[int, RequestHandle] = {}
         """Unfinished answers, by the ids of their requests."""
         self._num_of: dict[Hashable, Counter[int]] = {}
-        """Numbers of unfinished answers of each client, by their owners' ids."""
+        """Number of unfinished answers of each client, and the clients by their owners' ids."""
         self._has_cancelled = False
         self._is_stopping = False
         self._thread = Thread(target=self._run, name="specdec-serving", daemon=True)
@@ -232,22 +236,22 @@ class ServingLoop:
 
     @property
     def num_clients(self) -> int:
-        """Clients with sequences on their way."""
+        """Number of clients with unfinished sequences."""
         return len(self._num_of)
 
     @property
     def num_preemptions(self) -> int:
-        """Number of times that a sequence gave its K/V blocks back before it was over, for want of blocks."""
+        """Number of times that a sequence gave its K/V blocks back before its end, because blocks ran out."""
         return self._scheduler.times.num_preemptions
 
     @property
     def num_turns(self) -> int:
-        """Number of times that a running sequence made room for another one's turn."""
+        """Number of times that a running sequence made room for another sequence's turn."""
         return self._scheduler.num_turns
 
     @property
     def capacity(self) -> int:
-        """Sequences that can be on their way, running and waiting."""
+        """Number of sequences that can be unfinished at once, running and waiting."""
         return self.engine.max_batch_size + self.max_queue_len
 
     @property
@@ -256,15 +260,17 @@ class ServingLoop:
 
     @property
     def failure(self) -> SpecDecError | None:
-        """Why the engine, or that of its draft model, computes no more steps; then nothing is answered any more."""
+        """The reason why the engine, or its draft model's engine, computes no more steps; then no request is answered
+        any more.
+        """
         return self.engine.failure or (self._draft_engine.failure if self._draft_engine else None)
 
     def start(self) -> None:
         self._thread.start()
 
     def submit(self, asked: Seq[ServeRequest], owner: object = None, client: Hashable = None) -> list[RequestHandle]:
-        """Queue all of them or none. SpecDecError if one can never be served; QueueFull, ClientFull or Stopping if not
-        now.
+        """Queue all of these requests or none. SpecDecError if one can never be answered; QueueFull, ClientFull or
+        Stopping if they cannot be queued now.
         """
         for one in asked:
             self.engine.check_request(one.request)
@@ -287,7 +293,7 @@ class ServingLoop:
     def _check_room(self, num_asked: int, client: Hashable) -> None:
         """QueueFull or ClientFull if there is no room for more sequences of a client.
 
-        A client that has none is let in beyond the queue's length, by once more that length, if another client alone
+        A client without sequences may exceed the queue's length, by once more that length, if a single other client
         holds more than half of the room.
         """
         most = self.limits.max_requests_per_client
@@ -303,7 +309,7 @@ class ServingLoop:
             )
 
     def _count(self, answer: RequestHandle, change: int) -> None:
-        """Count an answer of a client that has come (1), or is over (-1)."""
+        """Count an answer of a client that has come (1), or has ended (-1)."""
         num_of = self._num_of.setdefault(answer.client, Counter())
         owner = id(answer if answer.owner is None else answer.owner)
         num_of[owner] += change
@@ -326,13 +332,13 @@ class ServingLoop:
             return list(self._answers.values())
 
     def refuse_new(self) -> None:
-        """Take nothing new from now on; what has come is answered, and then the thread ends."""
+        """Refuse new requests from now on. Unfinished requests are answered, and then the thread ends."""
         with self._condition:
             self._is_stopping = True
             self._condition.notify()
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """End, giving those on their way so long, without a limit if it is None."""
+        """End the loop. Unfinished requests have `timeout_s` seconds; None for no limit."""
         self.refuse_new()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -350,7 +356,7 @@ class ServingLoop:
                 self._fail_step(error)
 
     def _wait_for_work(self) -> bool:
-        """Take in what came and drop what was cancelled; False when the loop is to end."""
+        """Take in new requests and drop cancelled ones, waiting if there are none; False when the loop is to end."""
         with self._condition:
             while not (self._arrived or self._has_cancelled or self._scheduler.has_work or self._is_stopping):
                 self._condition.wait()
@@ -386,13 +392,13 @@ class ServingLoop:
         self._notify(advanced)
 
     def _fail_all(self) -> None:
-        """The engine has ended: so does everybody's answer."""
+        """Fail all answers, after the engine has ended."""
         assert self.failure is not None
         cause = StepFailed(self.failure.message, hint=self.failure.hint)
         self._notify([self._fail(answer, cause) for answer in self.unfinished()])
 
     def _fail_step(self, error: BaseException) -> None:
-        """Fail the answers in the step; if there were none, the one that could not be admitted."""
+        """Fail the answers in the step; if there were none, the answer that could not be admitted."""
         cause = StepFailed(f"the step failed: {error or type(error).__name__}", hint="the server's log says where")
         failed = list(self._scheduler.running) or [self._scheduler.first_waiting]
         answers = []
@@ -405,7 +411,7 @@ class ServingLoop:
         self._notify(answers)
 
     def _notify(self, answers: list[RequestHandle]) -> None:
-        """Notify a listener; its errors end neither the loop nor the step."""
+        """Notify a listener. An error in it ends neither the loop nor the step."""
         try:
             if answers:
                 self._on_progress(answers)
@@ -433,7 +439,7 @@ def _default_drafter(session: Session, copied: CopiedTexts) -> Drafter | None:
 
 def _progress_of(sequence: Sequence, before: Progress) -> Progress:
     stats = sequence.stats
-    is_first = before.num_steps == 0  # what is found when it is continued later was its own
+    is_first = before.num_steps == 0  # tokens found when it is continued later are its own
     num_cached = min(stats.num_reused_tokens, len(sequence.request.prompt_tokens))
     return Progress(
         stats.num_generated_tokens,

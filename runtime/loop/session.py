@@ -1,4 +1,4 @@
-"""A session: an opened engine that answers requests with one drafter, or without it, and takes the time."""
+"""A session: an opened engine that answers requests with a drafter, or without, and measures the time."""
 
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
@@ -26,14 +26,14 @@ _LOOPS = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 
 @dataclass(frozen=True)
 class Session:
-    """An engine, a loop, and a drafter or none. `speculation` is what the drafter was opened by."""
+    """An engine, a loop, and perhaps a drafter. `speculation` is the description from which the drafter was opened."""
 
     engine: Engine
     mode: Mode
     speculation: Speculation = NO_SPECULATION
     opened: OpenDrafter | None = None
     _ids_in_use: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
-    """Ids of the requests on their way, by which the drafter knows them."""
+    """Ids of the unfinished requests, by which the drafter knows them."""
 
     @property
     def has_drafter(self) -> bool:
@@ -52,7 +52,7 @@ class Session:
 
     @property
     def draft_model_time_s(self) -> float:
-        """Seconds in the steps of a draft model, a head, or the target's own copy, since its engine was opened."""
+        """Seconds that a draft model, a head, or the self-draft copy has computed since its engine was opened."""
         head_draft = None if self.opened is None else self.opened.head_draft
         own = (self.draft_engine.step_time_s if self.draft_engine else 0.0) + (head_draft.time_s if head_draft else 0.0)
         return self.engine.copy_time_s + own
@@ -91,9 +91,8 @@ class Session:
     def steps(
         self, requests: Seq[Request], times: LoopTimes | None = None, *, speculate: bool = True
     ) -> Generator[tuple[Sequence, list[int]]]:
-        """(sequence, new tokens) after every step of every request. To leave early, close it.
-
-        A request whose id another on its way has, in another thread, gets another id.
+        """Yield (sequence, new tokens) after every step of every request. To stop early, close the generator. A request
+        gets another id if an unfinished request in another thread has the same.
         """
         return closed_at_exit(self._steps(requests, times, speculate=speculate))
 
@@ -106,7 +105,7 @@ class Session:
     def loop(
         self, requests: Seq[Request], times: LoopTimes | None = None, *, speculate: bool = True
     ) -> Generator[tuple[Sequence, list[int]]]:
-        """`steps` of requests that are `unique`."""
+        """`steps`, for requests that `unique` gave."""
         times = LoopTimes() if times is None else times
         drafter: Drafter | None = None
         if self.opened is not None and speculate:
@@ -116,7 +115,7 @@ class Session:
 
     @contextmanager
     def unique(self, requests: Seq[Request]) -> Iterator[list[Request]]:
-        """The requests by ids that no others on their way have, in the block; their names stay."""
+        """The requests within the block, with ids that no other unfinished request has; their names stay."""
         claim, unique = object(), list[Request]()
         try:
             for request in requests:  # without a lock, for a generator may be closed in the middle of anything
@@ -129,7 +128,9 @@ class Session:
                     self._ids_in_use.pop(request.id)
 
     def check_requests(self, requests: Seq[Request]) -> None:
-        """SpecDecError if one of them cannot be served; for those that are not all given to one run, which checks."""
+        """SpecDecError if a request cannot be answered. `run` checks its requests itself; this is for requests that are
+        given to several runs.
+        """
         check_requests(self.engine, self.opened.drafter if self.opened else None, requests)
 
     def warm_up(self, requests: Seq[Request]) -> None:
@@ -142,7 +143,7 @@ class Session:
         self.clear_pools()
 
     def run_without_drafter(self, requests: Seq[Request], on_tokens: OnTokens | None = None) -> Generation:
-        """The same requests again, from an empty cache and with nothing drafted."""
+        """Answer the same requests again, from an empty cache and without drafts."""
         self.clear_cache()
         again = [replace(r, keep_logits=False) for r in requests]
         with self._without_disk():
@@ -150,26 +151,28 @@ class Session:
 
     @contextmanager
     def _without_disk(self) -> Iterator[None]:
-        """Context for what must be computed (`Engine.without_disk`)."""
+        """Context in which everything is computed, and nothing is read from disk (`Engine.without_disk`)."""
         with ExitStack() as stack:
             for engine in filter(None, (self.engine, self.draft_engine)):
                 stack.enter_context(engine.without_disk())
             yield
 
     def clear_cache(self) -> None:
-        """Forget the K/V of finished requests, the draft model's too, so that what comes next starts cold."""
+        """Forget the K/V of finished requests, also in the draft model's engine, so that the next request
+        starts cold.
+        """
         self.engine.clear_cache()
         if self.draft_engine is not None:
             self.draft_engine.clear_cache()
 
     def clear_pools(self) -> None:
-        """Forget what finished requests left to others, so that a warm-up's output is not found by what is measured."""
+        """Forget the outputs of finished requests, so that a measurement does not find the output of its warm-up."""
         if self.opened is not None:
             self.opened.clear_pools()
 
 
 class _TimedDrafter(CompositeDrafter):
-    """The session's drafter, which counts the time of models that draft. Other threads' is none of it."""
+    """The session's drafter. It counts the time of models that draft in this thread."""
 
     def __init__(self, drafter: Drafter, times: LoopTimes, session: Session) -> None:
         super().__init__([drafter])

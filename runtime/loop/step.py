@@ -9,7 +9,7 @@
 | commit | the accepted tokens, and one token of the target's own, are appended | `runtime.core.request` |
 
 Example: of the tokens 5 6 7 only 7 is not computed, and the draft is 8 9. The row is 7 8 9. If the target chooses 8 4 1
-after these tokens, 8 is accepted, 4 is the target's own, and the sequence goes on with 5 6 7 8 4.
+after these tokens, 8 is accepted, 4 is the target's own, and the sequence becomes 5 6 7 8 4.
 """
 
 import time
@@ -29,13 +29,13 @@ from runtime.util.errors import RequestError
 from runtime.util.thread_turns import Holder
 
 Stepped = list[tuple[Sequence, list[int]]]
-"""(sequence, new tokens) of the sequences that go on or are done."""
+"""(sequence, new tokens) of the sequences that continue or are done."""
 
 
 def step(
     engine: Engine, drafter: Drafter | None, sequences: list[Sequence], max_draft_len: int, times: LoopTimes
 ) -> Stepped:
-    """Run a step of admitted sequences. A sequence that cannot go on is not returned, and has an `error`."""
+    """Run a step of admitted sequences. A sequence that cannot be continued is not returned, and has an `error`."""
     start = time.perf_counter()
     drafts = propose(engine, drafter, sequences, max_draft_len)
     if drafter is not None:
@@ -46,7 +46,7 @@ def step(
 
 
 def propose(engine: Engine, drafter: Drafter | None, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-    """A checked draft for each sequence, cut to what the sequence can take beside a token of the target's own."""
+    """A checked draft for each sequence, cut so that a token of the target's own has room behind it."""
     if drafter is None:
         return [Draft([])] * len(sequences)
     drafts = drafter.propose(sequences, max_draft_len)
@@ -55,10 +55,11 @@ def propose(engine: Engine, drafter: Drafter | None, sequences: list[Sequence], 
 
 
 def judge(engine: Engine, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[VerifyResult | NoValidToken]:
-    """Compute the sequences with their drafts; returns what the target makes of each draft.
+    """Compute the sequences with their drafts; returns the target's verdict on each draft.
 
-    Leaves the sequences' tokens as they are, and `num_computed` at what the verdict makes valid. The K/V of rejected
-    tokens lie beyond it. NoValidToken: this sequence cannot go on, and the others can.
+    The sequences' tokens stay as they are. `num_computed` is set to the number of tokens whose K/V the verdict makes
+    valid; K/V of rejected tokens lie beyond it. A verdict is NoValidToken if its sequence cannot be continued, which
+    affects no other sequence.
     """
     compute_masks_ahead(sequences, drafts)  # of grammars, by threads of their own while the target computes
     for sequence in sequences:
@@ -78,7 +79,9 @@ def judge(engine: Engine, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[
 
 
 def commit(sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[VerifyResult | NoValidToken]) -> Stepped:
-    """Append what the verdicts accept, and the target's own tokens; keep the error of a sequence that cannot go on."""
+    """Append the accepted tokens of each verdict and the target's own token; if a sequence cannot be continued, keep
+    its error.
+    """
     stepped = []
     for sequence, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
         if isinstance(verdict, NoValidToken):
@@ -92,16 +95,17 @@ def commit(sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[VerifyRes
 
 
 def check_requests(engine: Engine, drafter: Drafter | None, requests: Iterable[Request]) -> None:
-    """SpecDecError if the engine, or a drafter that has something to say about requests, cannot serve one of them."""
+    """SpecDecError if the engine cannot answer one of the requests, or if a drafter that checks requests
+    refuses one.
+    """
     for request in requests:
         engine.check_request(request)
         check_request(drafter, request)
 
 
 def make_room(engine: Engine, holder: Holder | None, request: Request) -> bool:
-    """Take blocks from another generation for a request that found none; False where the others go on first.
-
-    SpecDecError if no others can give any. `holder` as for `ThreadTurns.take_room`.
+    """Take blocks from another generation for a request that found none; False if other generations must be continued
+    first. SpecDecError if no other can give any. `holder` as in `ThreadTurns.take_room`.
     """
     found = engine.turns.take_room(holder)
     if found is None:
@@ -110,7 +114,7 @@ def make_room(engine: Engine, holder: Holder | None, request: Request) -> bool:
 
 
 def raise_first_error(sequences: Iterable[Sequence]) -> None:
-    """RequestError of the first that could not go on."""
+    """RequestError of the first sequence that could not be continued."""
     for sequence in sequences:
         if (error := sequence.error) is not None:
             message = f"{sequence.request.name}: {error.message}"
@@ -118,9 +122,8 @@ def raise_first_error(sequences: Iterable[Sequence]) -> None:
 
 
 def release_all(engine: Engine, drafter: Drafter | None, sequences: Seq[Sequence]) -> None:
-    """Give back the blocks that a step which failed left to sequences, and the drafter's state of them.
-
-    What fails for one of them is raised when the others have been let go.
+    """Free the blocks of sequences after a failed step, and the drafter's state of them. An error in freeing one of
+    them is raised after all have been freed.
     """
     with ExitStack() as stack:
         for sequence in reversed(sequences):

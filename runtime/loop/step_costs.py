@@ -1,4 +1,6 @@
-"""Measure what an engine's steps cost: when it is built, or when somebody first asks (`runtime.checkpoint.costs`)."""
+"""Measures the costs of an engine's steps: when it is built, or when they are first needed
+(`runtime.checkpoint.costs`).
+"""
 
 import time
 from dataclasses import replace
@@ -19,14 +21,14 @@ from runtime.loop.scheduler import Scheduler
 
 _CONTEXT_LENS = (64, 512, 2048)
 _CONTEXT_NUM_TOKENS = (64, 256, 512)
-"""Pieces of prompts, beside the short rows of generation steps."""
+"""Tokens of the pieces of prompts that are timed, beside the short rows of generation steps."""
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _MAX_CONTEXT_TOKENS = 8 * 2048
-"""Limit on the context tokens of all rows together. Beyond what is measured, and between, the cost model goes on in
-lines: memory and time for measuring stay bounded.
+"""Limit on the context tokens of all rows together, so that memory and time for measuring stay bounded. Beyond it the
+cost model continues in straight lines.
 """
 _MAX_KV_BYTES = 288 << 20
-"""The same for a build, which takes little more memory than its weights."""
+"""Limit on the K/V that a build uses for it, so that a build takes little more memory than its weights."""
 _MAX_PASSES = 5
 _NUM_HOST_STEPS, _NUM_FIRST_STEPS, _MIN_HOST_STEPS, _MAX_HOST_S = 24, 2, 2, 0.3
 _COPIED_BYTES, _NUM_COPIES = 64 << 20, 4
@@ -34,11 +36,11 @@ _AT_BUILD_S, _WHEN_ASKED_S = 1.2, 0.8
 _ANY = Random(0)
 
 Cell = tuple[int, int, int]
-"""batch_size, context_len, num_tokens"""
+"""A kind of step: (batch_size, context_len, num_tokens)."""
 
 
 def costs_at_build(engine: Engine, *, has_copy: bool) -> EngineConfig:
-    """The engine's configuration with what its steps cost, and how fast the machine is."""
+    """The engine's configuration with its step costs and the machine's speed."""
     machine = measure_machine()  # by the threads that an engine has: a rank is pinned to its cores
     steps = measure_steps(engine, _AT_BUILD_S)
     copy = measure_steps(engine, _AT_BUILD_S, by_copy=True) if has_copy else ()
@@ -46,10 +48,10 @@ def costs_at_build(engine: Engine, *, has_copy: bool) -> EngineConfig:
 
 
 def costs_when_asked_for(bundle: Bundle, engine: Engine, max_s: float = _WHEN_ASKED_S) -> EngineConfig:
-    """The opened bundle's configuration with what steps cost: what is known of it, and a little more, which is kept.
+    """The opened bundle's configuration with step costs: those known, and a few more, which are kept.
 
-    Nothing is measured of an engine that was measured when it was built, or that is answering. Of others the K/V of
-    released sequences are forgotten.
+    Nothing is measured if the engine was measured at its build, or is answering requests. Otherwise the K/V of released
+    sequences are forgotten.
     """
     if not are_measured_when_asked_for(bundle.directory) or engine.cache_usage > 0:
         return bundle.config
@@ -68,7 +70,7 @@ def costs_when_asked_for(bundle: Bundle, engine: Engine, max_s: float = _WHEN_AS
 
 
 def cache_for_measuring(build: BuildConfig, block_bytes: int) -> KVCacheConfig:
-    """Room for what `measure_steps` does, or for as much of it as little memory is enough for."""
+    """K/V cache with the room that `measure_steps` needs, or with less if memory is small."""
     first, *others = (max(_num_blocks(build, cell) for cell in group) for group in _groups(build))
     num_blocks = max(first, *(number for number in others if number * block_bytes <= _MAX_KV_BYTES), 0)
     return KVCacheConfig(max_tokens=num_blocks * build.tokens_per_block)
@@ -81,8 +83,8 @@ def measure_steps(
     beside those that are `known`.
 
     Steps are timed in up to 5 passes through all sizes, so that a busy moment of the machine does not fall on a single
-    size; pieces of prompts take most of the time and vary least, and are in the first pass alone. A step is timed
-    behind an equal step, as in a generation: the 21 MB of a small model's weights are in the processor's caches then.
+    size; pieces of prompts take most of the time and vary least, and are in the first pass alone. A step is timed after
+    an equal step, as in a generation; the 21 MB of a small model's weights are then in the processor's caches.
     Measuring ends after `max_s` seconds; sizes that are expected to take longer than the seconds left are passed over,
     except the first size. The sizes that most estimates use are measured first.
     """
@@ -132,13 +134,13 @@ def _expected_s(costs: tuple[StepCost, ...], group: list[Cell]) -> float:
 
 
 def time_cell(engine: Engine, batch_size: int, context_len: int, num_tokens: int, *, by_copy: bool = False) -> float:
-    """Seconds of one step; it overwrites K/V, so no sequence may hold any."""
+    """Seconds of a step. It overwrites K/V, so no sequence may hold any."""
     num_logits = num_tokens if num_tokens <= engine.max_draft_len + 1 else 1
     return engine.time_step(_rows(engine, batch_size, context_len, num_tokens, num_logits), by_copy=by_copy)
 
 
 def measure_machine() -> MachineSpeed:
-    """The fastest of several copies, so that a busy moment does not count."""
+    """Speed of the machine: the fastest of several copies, so that a busy moment does not count."""
     source, destination = (torch.ones(_COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
     seconds = []
     for _ in range(_NUM_COPIES):
@@ -149,9 +151,8 @@ def measure_machine() -> MachineSpeed:
 
 
 def measure_host(engine: Engine) -> float:
-    """Seconds that a turn of the loop takes beside the compiled step, one sequence at a time and nothing drafted.
-
-    The first turns warm up. Of a slow model there are few.
+    """Seconds that an iteration of the loop takes outside the compiled step, for a single sequence without a draft. The
+    first iterations warm up; with a slow model there are few.
     """
     build = engine.config.build_config
     prompt = tuple(range(min(8, build.max_input_len, engine.config.vocab_size)))
@@ -173,10 +174,10 @@ def measure_host(engine: Engine) -> float:
 
 
 def _groups(build: BuildConfig) -> list[list[Cell]]:
-    """Cells that are measured together or not at all, the most wanted ones first.
+    """Groups of cells that are measured together or not at all, the most wanted first.
 
-    The shortest and the longest rows of a batch size and a context first, between which costs lie on lines; then the
-    others, and pieces of prompts.
+    For each batch size and context the shortest and the longest rows come first, between which costs are interpolated;
+    then the other rows, and pieces of prompts.
     """
     most = max(build.max_request_len - build.max_draft_len - 1, 0)
     contexts = sorted({min(context_len, most) for context_len in _CONTEXT_LENS})
@@ -194,18 +195,20 @@ def _groups(build: BuildConfig) -> list[list[Cell]]:
 
 
 def _pieces(context_len: int) -> list[list[Cell]]:
-    """Pieces of prompts, each by itself: what a long one takes is known from those before it, and may be too much."""
+    """Cells for pieces of prompts, each in a group of its own: the time of a long piece is estimated from shorter ones,
+    and may be too long.
+    """
     first, *others = _CONTEXT_NUM_TOKENS
     return [[(1, context_len, 1), (1, context_len, first)], *([(1, context_len, n)] for n in others)]
 
 
 def _is_piece(build: BuildConfig, cell: Cell) -> bool:
-    """True if it is longer than a draft's row: a piece of a prompt."""
+    """True if the cell's rows are longer than a draft's row, so that they are pieces of prompts."""
     return cell[2] > build.max_draft_len + 1
 
 
 def _num_blocks(build: BuildConfig, cell: Cell) -> int:
-    """Blocks of all rows together."""
+    """Number of blocks of all rows together."""
     batch_size, context_len, num_tokens = cell
     return batch_size * _blocks_of_row(build, context_len + num_tokens)
 
@@ -215,9 +218,8 @@ def _blocks_of_row(build: BuildConfig, num_tokens: int) -> int:
 
 
 def _rows(engine: Engine, batch_size: int, context_len: int, num_tokens: int, num_logits: int) -> list[Row]:
-    """Rows of sequences that own blocks of their own, as long as there are such.
-
-    Their tokens are any, for in a mixture each reads experts of its own.
+    """Rows of sequences that own blocks of their own, as long as there are enough. Their tokens are random: in a
+    mixture each reads experts of its own.
     """
     num_blocks = _blocks_of_row(engine.config.build_config, context_len + num_tokens)
     starts = islice(count(1, num_blocks), batch_size)

@@ -2,10 +2,9 @@
 
 The counters are those of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): a client's counter
 grows by every token that is computed for it, of a prompt or generated, and the client with the lowest counter comes
-first. A client that comes, or comes back, begins at the lowest counter of the clients that are there: absence earns
-nothing.
-Further than the paper goes, a running sequence makes room for a waiting one (`Turns.leaving`), so that the first token
-of a client does not wait for the last one of another client.
+first. A client that comes, or comes back, begins at the lowest counter of the present clients: absence earns nothing.
+In addition to the paper, a running sequence makes room for a waiting one (`Turns.leaving`), so that the first token of
+a client does not wait for the last one of another client.
 
 With 4 places and 64 requests of client A, a request of B gets a place in the next step, and A keeps 3. If B sends 64
 too, places change hands until both counters grow equally.
@@ -23,19 +22,20 @@ from runtime.core.request import Sequence
 _PATIENCE = 64
 """Tokens by which a client must be ahead of another before it makes room for a request that has run before."""
 _SOON = 256
-"""A sequence that ends within so many tokens does not make room for a client that runs another one.
-
-Sequences that began together so end together, and their places are not idle at different times at the end.
+"""Tokens within which a sequence must end to keep its place, although a client that already runs another sequence waits
+for it. Sequences that began together thus end together, and their places are not idle at different times at the end.
 """
 _FORESEEN = 1024
-"""Tokens of a running sequence that count before they are computed, where clients that run others ask for a place."""
+"""Tokens of a running sequence that are counted before they are computed, if clients that already run a sequence wait
+for a place.
+"""
 _MAX_REMEMBERED = 4096
-"""Clients without requests whose counters are kept."""
+"""Number of clients without requests whose counters are kept."""
 
 
 @dataclass
 class _Ticket:
-    """One sequence's place in the order. `num_charged`: its tokens that its client's counter has."""
+    """A sequence's place in the order. `num_charged` is the number of its tokens that its client's counter includes."""
 
     client: Hashable
     priority: int
@@ -45,9 +45,9 @@ class _Ticket:
 
 
 class Turns:
-    """Waiting sequences, and the order of all that are on their way.
+    """Waiting sequences, and the order of all waiting and running sequences.
 
-    Of one client and one priority it is the order of arrival.
+    Sequences of the same client and priority are ordered by arrival.
     """
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class Turns:
         """Each client's counter."""
         self._num_arrived = 0
         self._present: Counter[Hashable] = Counter()
-        """Numbers of each client's sequences that are on their way."""
+        """Number of each client's waiting and running sequences."""
         self._num_until_change = 0.0
-        """Tokens that may be charged before a running sequence could have to make room; 0: not known."""
+        """Tokens that may be charged before a running sequence could have to make room; 0 if that is not known."""
 
     def __iter__(self) -> Iterator[Sequence]:
         """All waiting sequences."""
@@ -72,11 +72,12 @@ class Turns:
 
     @property
     def are_due(self) -> bool:
-        """False if no waiting sequence can get a running one's place now."""
+        """False if no waiting sequence can get the place of a running one now."""
         return self._num_until_change <= 0
 
     def settle(self, running: Seq[Sequence]) -> None:
-        """Note for how many tokens `are_due` stays False. It is True at once when a sequence comes, enters or ends.
+        """Compute for how many further tokens `are_due` stays False. It is True at once when a sequence comes, starts
+        running or ends.
 
         Asking for every client's turn in every step would take 80 us of a small model's 2 ms.
         """
@@ -84,7 +85,7 @@ class Turns:
         self._num_until_change = min(missing, default=math.inf)
 
     def add(self, sequence: Sequence, client: Hashable = None, priority: int = 0) -> None:
-        """Have a sequence wait that has just come. A lower priority comes first."""
+        """Let a new sequence wait. A lower priority comes first."""
         if not self._present:
             self._used.clear()
         least = min((self._used[one] for one in self._present), default=0)
@@ -97,14 +98,13 @@ class Turns:
         self.wait(sequence)
 
     def wait(self, sequence: Sequence) -> None:
-        """Have a sequence wait that ran."""
+        """Let a sequence that was running wait."""
         self._num_until_change = 0
         insort(self._queues.setdefault(self._ticket(sequence).client, []), sequence, key=self._rank)
 
     def run(self, sequence: Sequence) -> None:
-        """Take a sequence that runs from here on from those that wait.
-
-        Tokens whose K/V were found at its first admission are free.
+        """Take a sequence from the waiting ones, because it runs from now on. Tokens whose K/V were found at its first
+        admission are free.
         """
         ticket = self._ticket(sequence)
         self._take(sequence)
@@ -112,7 +112,7 @@ class Turns:
             ticket.has_run, ticket.num_charged = True, sequence.num_computed
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that runs and has ended, or that was dropped."""
+        """Forget a running sequence that has ended, or a sequence that was dropped."""
         self._take(sequence)
         ticket = self._tickets.pop(sequence.request.id)
         self._present[ticket.client] -= 1
@@ -131,7 +131,7 @@ class Turns:
                 del self._queues[client]
 
     def charge(self, running: Iterable[Sequence]) -> None:
-        """Add the tokens that a step has computed to the clients' counters; none is counted twice."""
+        """Add the tokens that a step has computed to the clients' counters. No token is counted twice."""
         for sequence in running:
             ticket = self._ticket(sequence)
             num_new = sequence.num_computed - ticket.num_charged
@@ -141,7 +141,7 @@ class Turns:
                 ticket.num_charged = sequence.num_computed
 
     def in_order(self, sequences: Seq[Sequence]) -> list[Sequence]:
-        """The sequences, those of the client with the lowest counter first."""
+        """The sequences, beginning with those of the client with the lowest counter."""
         if len(self._present) == 1:
             return sorted(sequences, key=self._rank)
         num_of = self._count(sequences)
@@ -153,11 +153,11 @@ class Turns:
         return sorted(sequences, key=place)
 
     def candidates(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """Each client's first waiting sequence, in the order in which they should start: first sequences of clients
-        that have none running, then sequences of the clients that have used the fewest tokens.
+        """Each client's first waiting sequence, in the order in which they should start: first the sequences of clients
+        that run none, then those of the clients that have used the fewest tokens.
 
-        Tokens that running sequences are about to get count as used: of eight places that are free at once, a client
-        that is 100 tokens behind does not get all.
+        Tokens that running sequences are about to get count as used: of eight free places, a client that is 100 tokens
+        behind does not get all.
         """
         foreseen = self._foreseen(running)
 
@@ -167,19 +167,23 @@ class Turns:
         return [self._queues[client][0] for client in sorted(self._queues, key=place)]
 
     def leaving(self, sequence: Sequence, running: Seq[Sequence]) -> Sequence | None:
-        """The running sequence that makes room for a waiting one; None if it has to wait.
+        """The running sequence that makes room for a waiting one; None if that must wait.
 
-        1. A sequence of the same client whose priority is worse.
-        2. For a client that runs nothing: the last sequence of a client that runs several.
-        3. The last sequence of the client with the highest counter, if it is far enough ahead. A client keeps its only
-        place, and one that is free soon, unless the other has none. How far: not at all for a request that runs for the
-        first time, and by as many tokens as may have to be computed again where the waiting sequence has lost its K/V.
+        1. A sequence of the same client whose priority is worse. 2. For a client that runs no sequence: the last
+        sequence of a client that runs several. 3. The last sequence of the client with the highest counter, if that
+        counter is far enough ahead.
+
+        A client keeps its only place, and a place that is free soon, unless the waiting client has none. The counter
+        need not be ahead at all for a request that runs for the first time. Otherwise it must be ahead by as many
+        tokens as may have to be computed again, if the waiting sequence has lost its K/V.
         """
         last, num_missing = self._first_leaving(sequence, running)
         return last if num_missing <= 0 else None
 
     def _first_leaving(self, sequence: Sequence, running: Seq[Sequence]) -> tuple[Sequence | None, float]:
-        """The first that will make room for a sequence, and how far its client's counter must grow until then."""
+        """The first running sequence that will make room for the waiting one, and the number of tokens by which its
+        client's counter must grow until then.
+        """
         own, last = self._ticket(sequence), self._last_of_each(running)
         mine = last.pop(own.client, None)
         if mine is not None and self._ticket(mine).priority > own.priority:
@@ -204,7 +208,7 @@ class Turns:
         return last[client], num_missing
 
     def _foreseen(self, sequences: Iterable[Sequence]) -> Counter[Hashable]:
-        """Tokens that each client's sequences are about to get."""
+        """Number of tokens that each client's running sequences are about to get."""
         foreseen: Counter[Hashable] = Counter()
         for sequence in sequences:
             foreseen[self._ticket(sequence).client] += min(_num_left(sequence), _FORESEEN)
@@ -226,7 +230,9 @@ class Turns:
         return Counter(self._ticket(sequence).client for sequence in sequences)
 
     def _forget_clients(self, least: int) -> None:
-        """Keep few counters of clients that have left: none that a return would raise to `least`, nor the low ones."""
+        """Forget counters of clients that have left, until few are kept: first counters that a return would raise to
+        `least`, and low ones.
+        """
         if len(self._used) > _MAX_REMEMBERED + len(self._present):
             absent = sorted((one for one in self._used if one not in self._present), key=lambda one: self._used[one])
             high = [one for one in absent if self._used[one] > least]
@@ -235,5 +241,5 @@ class Turns:
 
 
 def _num_left(sequence: Sequence) -> int:
-    """Tokens that a running sequence may still have computed."""
+    """Number of tokens that a running sequence may still have computed."""
     return len(sequence.tokens) + sequence.num_remaining - sequence.num_computed

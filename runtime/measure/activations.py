@@ -1,4 +1,6 @@
-"""Inputs of quantized layers in 8 bits instead of more: the time that they save, and how far probabilities move."""
+"""Comparison of activations in 8 bits with more bits, in quantized layers: the time that they save, and how far
+probabilities move.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -25,11 +27,13 @@ from runtime.util.temporary import temporary_dir
 
 _CONTEXT_LEN, _PROMPT_LEN, _NUM_TURNS = 64, 512, 5
 _NUM_TOKENS, _WINDOW = 2000, 256
-"""Tokens of a text that are compared, and how many are computed at once and see each other."""
+"""Number of tokens of a text that are compared, and number of tokens that are computed at once and see each other."""
 
 
 def compare_activations(more: LLM, eight: LLM, texts: Seq[Trace]) -> InEightBits:
-    """Both engines on the same texts: outputs are compared, prompts are only read. They are timed in turn."""
+    """Run both engines on the same texts, timed in turn. Logits of the outputs' tokens are compared; prompts are only
+    read.
+    """
     quantization = more.bundle.config.quantization
     assert quantization is not None
     divergence, num_same, num_tokens = 0.0, 0, 0
@@ -43,7 +47,7 @@ def compare_activations(more: LLM, eight: LLM, texts: Seq[Trace]) -> InEightBits
 
 
 def _log_probs(engine: Engine, text: Trace) -> Tensor:
-    """float32 [tokens of the output, vocab]."""
+    """Log-probabilities float32 [tokens of the output, vocab]."""
     found: list[Tensor] = []
 
     def keep(_: list[LongDraft], all_logits: list[Tensor]) -> None:
@@ -58,7 +62,7 @@ def _log_probs(engine: Engine, text: Trace) -> Tensor:
 
 
 def _times_in_turn(more: Engine, eight: Engine) -> Iterator[RelativeTime]:
-    """A step is timed behind an equal step, as in a generation."""
+    """Times of both engines' steps, measured in turn. A step is timed after an equal step, as in a generation."""
     most = more.config.build_config.max_request_len - 1
     lengths = sorted({1, more.max_draft_len + 1, min(_PROMPT_LEN, most, more.max_num_tokens)})
     context_len = min(_CONTEXT_LEN, most - lengths[-1])
@@ -78,7 +82,7 @@ def _times_in_turn(more: Engine, eight: Engine) -> Iterator[RelativeTime]:
 
 
 def windows_of(llm: LLM, text: str) -> list[Trace]:
-    """The first 2,000 tokens of a text, in pieces of up to 256, each after its first token."""
+    """The first 2,000 tokens of a text, in pieces of up to 256 tokens, each behind the text's first token."""
     tokens = llm.encode(text)[0][:_NUM_TOKENS]
     window = min(_WINDOW, llm.engine.config.build_config.max_request_len)
     pieces = [tuple(tokens[start : start + window]) for start in range(0, len(tokens), window)]
@@ -91,7 +95,9 @@ def windows_of(llm: LLM, text: str) -> list[Trace]:
 def compare_at_build(
     checkpoint: OpenedCheckpoint, engine_dir: Path, build: BuildConfig, text: str, phase: Phase
 ) -> InEightBits:
-    """The engine of a checkpoint beside one with activations of 8 bits, which is built for this and removed."""
+    """Comparison of a checkpoint's engine with an engine that has activations of 8 bits, which is built for this and
+    removed.
+    """
     quantization = checkpoint.config.quantization
     assert quantization is not None
     in_eight = replace(checkpoint.config, quantization=replace(quantization, activations="int8"))

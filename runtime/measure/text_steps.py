@@ -1,6 +1,6 @@
-"""Output tokens by step: the kind of each output token, its text, and how many tokens came from each step.
+"""Output tokens by step: the kind of each output token, its text, and the number of tokens from each step.
 
-All of it follows from the counts of each step (`per_step_drafted`, `per_step_accepted`) and the output's length,
+Everything follows from the counts of each step (`per_step_drafted`, `per_step_accepted`) and the output's length,
 because only the last step can be cut short.
 """
 
@@ -25,18 +25,18 @@ TOKEN_KINDS: dict[TokenKind, str] = {
 
 @dataclass(frozen=True)
 class Piece:
-    """One output token, its text, and its origin. `step` counts from 0."""
+    """An output token, its text, and its origin. `step` counts from 0."""
 
     text: str
     kind: TokenKind
     step: int
     is_forced: bool = False
-    """True if the form of the output allowed no other."""
+    """True if the output's grammar allowed no other token."""
 
 
 @dataclass(frozen=True)
 class StepRange:
-    """Steps `first` to `last` of every request that has them (counted from 1), and the tokens they made."""
+    """Steps `first` to `last` (counted from 1) of all requests that have them, and the tokens of these steps."""
 
     first: int
     last: int
@@ -47,9 +47,9 @@ class StepRange:
 def token_kinds(per_step_drafted: Seq[int], per_step_accepted: Seq[int], num_tokens: int) -> list[list[TokenKind]]:
     """The kinds of an output's `num_tokens` tokens, step by step.
 
-    A step makes its accepted tokens and one of the target's own; the last may end among the accepted ones. Drafts of
-    3, 0 and 2 tokens of which 1, 0 and 2 were accepted make [accepted, recovered], [plain], [accepted, accepted,
-    bonus], and without the bonus token where `num_tokens` is 5.
+    A step gives its accepted tokens and a token of the target's own; the last step may end among the accepted tokens.
+    Drafts of 3, 0 and 2 tokens, of which 1, 0 and 2 were accepted, give [accepted, recovered], [plain], [accepted,
+    accepted, bonus]; if `num_tokens` is 5, the bonus token is missing.
     """
     kinds: list[list[TokenKind]] = []
     for num_drafted, num_accepted in zip(per_step_drafted, per_step_accepted, strict=True):
@@ -64,7 +64,7 @@ def token_kinds(per_step_drafted: Seq[int], per_step_accepted: Seq[int], num_tok
 
 
 def tokens_over_time(steps: Seq[Seq[int]], max_ranges: int) -> list[StepRange]:
-    """Tokens of each step of each request, added up over requests for ranges of equally many steps."""
+    """Number of tokens in each step, summed over requests, for ranges of equally many steps."""
     longest = max(map(len, steps), default=0)
     width = max(1, -(-longest // max_ranges))
     ranges = []
@@ -85,7 +85,7 @@ def _kinds_of(sequence: Sequence) -> list[list[TokenKind]]:
 
 
 def output_pieces(sequence: Sequence, tokenizer: Tokenizer | None) -> list[Piece]:
-    """A piece for each output token; joined they are the output's text, or its ids where there is no tokenizer."""
+    """A piece for each output token. Joined they are the output's text, or its ids if there is no tokenizer."""
     tokens = sequence.output_tokens
     if tokenizer is None:
         texts = [f" {token}" if i else str(token) for i, token in enumerate(tokens)]
@@ -101,7 +101,7 @@ def output_pieces(sequence: Sequence, tokenizer: Tokenizer | None) -> list[Piece
 
 
 def forced_places(matcher: Matcher, prompt: Seq[int], output: Seq[int], first: int = 0) -> set[int]:
-    """Places in an output, from `first` on, of tokens that its form forced."""
+    """Indices, from `first` on, of the output tokens that its grammar forced."""
     places: set[int] = set()
     for i in range(first, len(output)):
         if i not in places:
@@ -115,9 +115,8 @@ def all_pieces(tokenizer: Tokenizer | None, sequences: Seq[Sequence]) -> list[li
 
 
 def token_texts(tokenizer: Tokenizer, tokens: list[int], text: str, before: Seq[int] = ()) -> list[str]:
-    """Text that each token adds to `text`, the decoding of the tokens after those `before`, or the start of it.
-
-    A character that several tokens make comes with the last of them. Special tokens add nothing.
+    """Text that each token adds to `text`, which is the decoding of the tokens after `before`, or the start of it. A
+    character made by several tokens comes with the last of them. Special tokens add nothing.
     """
     added = texts_after(tokenizer, before)
     texts = list(map(added.add, tokens))

@@ -1,15 +1,14 @@
 """Attention over a paged K/V cache, registered with transformers under two names.
 
-`specdec_paged` is made of torch's own operations and runs on every device; `specdec_kernel` is the same by the CPU
-kernel of `runtime.kernels.ops`, which reads K/V where they lie. The model sees one row of B x Q tokens; only
-attention knows that they are B sequences of Q tokens each. Whether a query may see a key is computed from positions
-alone: no mask function is registered, so transformers hands over `attention_mask=None`, and nothing here may rely on
-it.
+`specdec_paged` consists of torch's own operations and runs on every device; `specdec_kernel` computes the same by the
+CPU kernel of `runtime.kernels.ops`, which reads K/V in place. The model sees one row of B x Q tokens; only attention
+knows that they are B sequences of Q tokens each. Whether a query may see a key is computed from positions alone: no
+mask function is registered, so transformers hands over `attention_mask=None`, and nothing here may rely on it.
 
-A third function, `specdec_probe`, computes nothing and records what each layer asks for. A model is supported
-when every one of its layers was recorded (Falcon and BLOOM never call a registered function and would
-run silently wrong), and asks for the window that transformers' own mask would have (Phi-MoE tells its mask of a
-window, and its attention of none).
+A third function, `specdec_probe`, computes nothing and records each layer's K/V shape and window. A model is supported
+when every one of its layers was recorded (Falcon and BLOOM never call a registered function and would run silently
+wrong), and asks for the window that transformers' own mask would have (Phi-MoE tells its mask of a window, and its
+attention of none).
 """
 
 from bisect import bisect_left
@@ -31,13 +30,13 @@ from runtime.util.errors import SpecDecError
 
 PAGED, KERNEL, PROBE = "specdec_paged", "specdec_kernel", "specdec_probe"
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""Name that transformers gives its cache: the first since 5.24."""
+"""Name of transformers' parameter for its cache; since 5.24 it is the first of these."""
 SEE_MODELS = "docs/models.md lists the model families that work"
 
 
 @dataclass
 class PagedInputs:
-    """Inputs of attention besides the model's own tensors; passed on as the forward keyword `paged`."""
+    """Inputs of attention that the model itself does not have; they are passed on as the forward keyword `paged`."""
 
     key_pools: list[Tensor]  # per layer (num_blocks, Hk, D, block_size)
     value_pools: list[Tensor]  # per layer (num_blocks, Hk, block_size, Dv)
@@ -46,7 +45,7 @@ class PagedInputs:
     slot_mapping: Tensor  # (B, Q) int64
     block_tables: Tensor  # (B, N) int64
     layers: tuple[int, ...]  # numbers of layers that have keys and values
-    state_layers: tuple[int, ...] = ()  # and of those that have a state
+    state_layers: tuple[int, ...] = ()  # and of the layers that have a state
     state_slots: Tensor | None = None  # (B,) int64
     state_pools: list[Tensor] = field(default_factory=list)  # see `runtime.core.states.state_pools`
     masks: dict[tuple[int | None, int | None, int], Tensor] = field(default_factory=dict)
@@ -56,13 +55,13 @@ class PagedInputs:
         return self.layers.index(layer)
 
     def pools_of_state(self, layer: int) -> list[Tensor]:
-        """The layer's pools for its convolution's last inputs and for its recurrent state, whichever it has."""
+        """The layer's pools for its convolution's last inputs and for its recurrent state, if it has them."""
         return self.state_pools[self.state_layers.index(layer) :: len(self.state_layers)]
 
     def mask(self, sliding_window: int | None, attention_chunk: int | None, num_groups: int) -> Tensor:
-        """(B, 1, G x Q, N x block_size) bool, True where the query may see the key; made once per kind of layer.
+        """Mask [B, 1, G x Q, N x block_size] bool, True if the query may see the key; made once for each kind of layer.
 
-        Key j of a row stands at position j: query position 5 sees keys 0..5, with a window of 3 keys 3..5, and in
+        Key j of a row is at position j: the query at position 5 sees keys 0..5, with a window of 3 keys 3..5, and in
         chunks of 4 keys 4..5.
         """
         if (sliding_window, attention_chunk, num_groups) not in self.masks:
@@ -78,8 +77,8 @@ class PagedInputs:
         return self.masks[sliding_window, attention_chunk, num_groups]
 
     def written(self) -> Tensor:
-        """bool [B, N x block_size], False behind a row's last token, where blocks hold what other sequences
-        left there.
+        """Flags bool [B, N x block_size], False behind a row's last token, where blocks still have other sequences'
+        numbers.
         """
         num_slots = self.block_tables.shape[1] * self.key_pools[0].shape[3]
         return torch.arange(num_slots, device=self.positions.device) <= self.positions.amax(1, keepdim=True)
@@ -87,7 +86,7 @@ class PagedInputs:
 
 @dataclass
 class Recorded:
-    """Shapes by layer, recorded by a forward on `meta`."""
+    """Shapes of layers, recorded by a forward on `meta`."""
 
     layers: dict[int, LayerShape] = field(default_factory=dict)
     states: dict[int, StateShape] = field(default_factory=dict)
@@ -108,7 +107,7 @@ def paged_attention(
     slopes: Tensor | None = None,  # (H,) what a logit loses with each token between query and key
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Write this step's K/V into the pool, then attend over each row's blocks. Returns (1, B x Q, H, Dv)."""
+    """Write this step's K/V into the pool, then attend over each row's blocks. Returns [1, B x Q, heads, value dim]."""
     _refuse_unsupported(module, kwargs)
     B, Q = paged.slot_mapping.shape
     (H, D), (Hk, Dv) = (query.shape[1], query.shape[3]), (value.shape[1], value.shape[3])
@@ -139,9 +138,8 @@ def paged_attention(
 
 
 def attention_chunk_of(module: nn.Module) -> int | None:
-    """Length of the module's attention chunks, if it has any: a query sees no key before the beginning of its chunk.
-
-    Attention itself is not told this length, only the mask is (Llama 4).
+    """Length of the module's attention chunks, or None: a query sees no key before the beginning of its chunk. Only the
+    mask is told this length, attention itself is not (Llama 4).
     """
     config: Any = getattr(module, "config", None)
     types, layer = getattr(config, "layer_types", None) or (), _layer_index(module)
@@ -153,7 +151,7 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def weights_beside_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax in float32 over masked scores and one sink logit a row, [..., 1], which has no value."""
+    """Softmax in float32 over masked scores and a sink logit for each row, [..., 1], which has no value."""
     if sinks is None:
         return scores.softmax(-1)
     beside = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -184,7 +182,9 @@ def write_kv(paged: PagedInputs, layer: int, key: Tensor, value: Tensor) -> None
 
 
 def _read(paged: PagedInputs, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of all the rows' blocks, (B, Hk, N x block_size, D) and (B, Hk, N x block_size, Dv)."""
+    """Keys [B, kv heads, N x block_size, dim] and values [B, kv heads, N x block_size, value dim] of all the rows'
+    blocks.
+    """
     tables = paged.block_tables
     keys = paged.key_pools[layer][tables].permute(0, 2, 1, 4, 3).flatten(2, 3)
     values = paged.value_pools[layer][tables].transpose(1, 2).flatten(2, 3)
@@ -238,7 +238,7 @@ _FAR = 2**40, 2**40 + 12345  # positions beyond every window
 
 @contextmanager
 def chunks_without_padding() -> Iterator[None]:
-    """Have chunked masks ignore padding: on `meta` its values are not known."""
+    """Have chunked masks ignore padding, whose values are not known on `meta`."""
     theirs = masking_utils.chunked_causal_mask_function
 
     def of_unpadded(chunk_size: int, left_padding: Tensor) -> Any:
@@ -252,8 +252,8 @@ def chunks_without_padding() -> Iterator[None]:
 
 
 def probe_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Tensor:
-    """First key that transformers' mask leaves visible to each of two far queries, [1, 1, 1, 2]; -1 if later keys are
-    visible too.
+    """The first key that transformers' mask shows to each of two far queries, [1, 1, 1, 2]; -1 if it also shows later
+    keys.
     """
     return torch.tensor([[[[_first_seen(mask_function, query) for query in _FAR]]]], device="cpu")
 
@@ -309,8 +309,8 @@ def refuse_own_attention(name: str) -> NoReturn:
 
 
 def _refuse_other_mask(shape: LayerShape, first_seen: list[int], positions: int) -> None:
-    """SpecDecError if the mask's first visible key, for queries at `_FAR`, is not the one that the layer's window
-    gives. A window as long as the model's `positions` hides nothing.
+    """SpecDecError if the mask's first visible key, for queries at `_FAR`, does not follow from the layer's window. A
+    window as long as the model's `positions` hides nothing.
     """
     num_seen = (
         [query + 1 - first for query, first in zip(_FAR, firsts, strict=True)]

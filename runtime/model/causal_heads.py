@@ -39,7 +39,7 @@ def has_causal_class(model_type: str) -> bool:
         MODEL_FOR_CAUSAL_LM_MAPPING.register(config_class, made, exist_ok=True)  # type: ignore[arg-type]
     if family.weights_as is not None and get_checkpoint_conversion_mapping(model_type) is None:  # type: ignore[no-untyped-call]
         mapping = get_checkpoint_conversion_mapping(family.weights_as)  # type: ignore[no-untyped-call]
-        # Names of one inside another are those of the language model by itself (`model.names_in_whole`).
+        # A language model inside another has the names of the language model alone (`model.names_in_whole`).
         names = (one for one in mapping if not isinstance(one, WeightConverter))
         inside = [one for one in names if family.is_published_alone and not one.source_patterns[0].startswith("^")]
         pieces: list[Any] = [one for one in mapping if isinstance(one, WeightConverter)]
@@ -58,7 +58,7 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 
 def _with_head(text_model: type[Any], config_class: type[PreTrainedConfig]) -> type[Any]:
-    """The causal language model of a text model's class."""
+    """A causal language model class that adds an output layer to a text model's class."""
     (base, *_) = text_model.__bases__
 
     class WithHead(_Causal, base, GenerationMixin):  # type: ignore[misc, valid-type]
@@ -92,7 +92,7 @@ class _Causal:
 
 
 def _scaled(logits: Tensor, config: Any) -> Tensor:
-    """Logits [..., vocab], scaled as by the multimodal model: Granite divides them, Muse multiplies and caps them."""
+    """Logits [..., vocab], scaled as in the multimodal model: Granite divides them, Muse multiplies and caps them."""
     logits = logits * getattr(config, "output_multiplier", 1) / getattr(config, "logits_scaling", 1)
     softcap = getattr(config, "final_logit_softcapping", None)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

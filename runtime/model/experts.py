@@ -1,7 +1,7 @@
-"""Experts of a mixture by the CPU kernel, registered with transformers: a token's products are those of a linear layer,
-and their bits do not depend on which experts others ask.
+"""Experts of a mixture by the CPU kernel, registered with transformers. A token's products are computed as in a linear
+layer, and their bits do not depend on the experts that other tokens choose.
 
-Only token programs have them: weights are packed in the graph, once when an engine is built.
+Only token programs use them: weights are packed in the graph, once when an engine is built.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,9 @@ def kernel_experts(
     top_k_index: Tensor,  # (S, k) int64
     top_k_weights: Tensor,  # (S, k)
 ) -> Tensor:  # (S, C)
-    """Replaces transformers' `batched_mm_experts_forward`, which copies an expert's weights for each token."""
+    """Experts' outputs, in place of transformers' `batched_mm_experts_forward`, which copies an expert's weights for
+    each token.
+    """
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     if not all(_can_serve(experts, name) for name in names):
         output: Tensor = batched_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
@@ -66,7 +68,7 @@ def _can_serve(experts: nn.Module, name: str) -> bool:
 
 
 def _rows(experts: nn.Module, name: str) -> Tensor:
-    """(E, outputs, inputs)."""
+    """Weights of the experts, [experts, outputs, inputs]."""
     weight = getattr(experts, name)
     assert isinstance(weight, Tensor)
     # Llama 4's do not say how they lie, and have no biases.

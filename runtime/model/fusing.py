@@ -1,7 +1,8 @@
-"""Weights that the files hold in pieces and the model as one tensor, such as experts': joined as transformers joins
-them.
+"""Weights that are in pieces in the files and one tensor in the model, such as experts': they are joined as
+transformers joins them.
 
-A checkpoint holds them joined: loading need not join them, and the plan of a tensor-parallel split refers to them so.
+A checkpoint has them joined, so loading need not join them, and the plan of a tensor-parallel split refers to them in
+this form.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -31,8 +32,8 @@ class _Fused:
     parts: list[tuple[str, str]]
 
     def convert(self, parts: Seq[Tensor]) -> dict[str, Tensor]:
-        """The target, and other weights that transformers forms from the same tensors: Ernie 4.5 VL's experts for
-        images.
+        """The target weight, and further weights that transformers forms from the same tensors, such as Ernie 4.5 VL's
+        experts for images.
         """
         one = deepcopy(self.converter)
         for (name, pattern), tensor in zip(self.parts, parts, strict=True):
@@ -42,7 +43,7 @@ class _Fused:
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def convert_forms(self, forms: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> Forms:
-        """The same with shapes alone; nothing if the shapes do not fit together."""
+        """Shapes as from `convert`, without numbers; empty if the shapes do not fit together."""
         try:
             return forms_of(self.convert([torch.empty(size, dtype=dtype, device="meta") for dtype, size in forms]))
         except (KeyError, RuntimeError, ValueError):
@@ -77,7 +78,8 @@ def fused_names(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
 
 
 def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[int, ...]]) -> list[Piece]:
-    """The pieces, with one piece for each of the `wanted` weights in place of its parts. `shapes` are the model's.
+    """The pieces, with one piece for each of the `wanted` weights in place of its parts. `wanted` has
+    their shapes in the model.
 
     The model may be on `meta`. SpecDecError for a weight that cannot be joined.
     """
@@ -114,8 +116,8 @@ def _fused(group: _Fused, by_name: Mapping[str, Piece], shape: tuple[int, ...]) 
 def fuse_layers(
     model: PreTrainedModel, layers: Mapping[str, PrequantizedLayer], wanted: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, PrequantizedLayer], dict[str, PrequantizedLayer]]:
-    """Join quantized layers into the `wanted` weights [experts, outputs, inputs] without dequantizing; and return the
-    layers left over: those with different groups or orders of inputs stay apart.
+    """Join quantized layers into the `wanted` weights [experts, outputs, inputs] without dequantizing; also return the
+    layers left over. Layers with different groups or orders of inputs stay apart.
     """
     made: dict[str, PrequantizedLayer] = {}
     left = dict(layers)

@@ -1,9 +1,8 @@
 """Layers that keep a state of earlier tokens instead of keys and values: transformers' modules, over slots of states.
 
-Their forward stays transformers' own. The functions it calls, for a convolution along the tokens and for the
-recurrence, are ours if the step passes `paged`, as attention is ours through its interface (`runtime.model.attention`).
-LFM2, MiniMax and RecurrentGemma have no such functions, and Mamba's have a product beside them: these get a forward of
-ours.
+Their forward stays transformers' own. It calls functions for a convolution along the tokens and for the recurrence. If
+the step passes `paged`, our functions are called instead, as with attention (`runtime.model.attention`). LFM2, MiniMax
+and RecurrentGemma call no such functions, and Mamba computes a product outside them: these get a forward of ours.
 """
 
 import inspect
@@ -28,7 +27,7 @@ from runtime.model.replaced import NumberedLayer, own_module
 
 @dataclass(frozen=True)
 class LayerStates:
-    """One layer's states in a step. While shapes are recorded, nothing is computed."""
+    """A layer's states in a step. While shapes are recorded, nothing is computed."""
 
     paged: PagedInputs | Recorded
     layer: int
@@ -44,7 +43,9 @@ class LayerStates:
         return convolved
 
     def attend(self, parts: tuple[Tensor, ...], scale: float, *, normalizes: bool) -> Tensor:
-        """Linear attention of `parts`: query, key, value, decay, and beta of the delta rule. Returns value's shape."""
+        """Linear attention from `parts`: query, key, value, decay, and beta of the delta rule. Returns a tensor of the
+        value's shape.
+        """
         query, key, value, decay, *beta = parts
         if isinstance(self.paged, Recorded):
             num_decays = 1 if decay.dim() == 3 else decay.shape[3]
@@ -60,7 +61,7 @@ class LayerStates:
         return output
 
     def scan(self, parts: tuple[Tensor, Tensor, Tensor, Tensor], decays: Tensor) -> Tensor:
-        """Selective scan of `parts`, in float32: channels' additions and step sizes, keys, queries. Decays: [N, C].
+        """Selective scan in float32 from `parts`: channels' additions and step sizes, keys, queries. Decays are [N, C].
 
         Neighbouring channels share keys and queries, in groups of equal size, one group for each N of a token's keys.
         """
@@ -91,10 +92,8 @@ class Mixer(NumberedLayer):
 
 
 class MambaMixer(Mixer):
-    """The forward of `MambaMixer` and its like, whose step sizes come from a product that none of transformers'
-    functions makes.
-
-    Falcon-Mamba and Jamba also norm the scan's inputs.
+    """Forward of `MambaMixer` and similar modules, whose step sizes come from a product that none of transformers'
+    functions computes. Falcon-Mamba and Jamba also normalise the scan's inputs.
     """
 
     in_proj: nn.Linear
@@ -123,12 +122,12 @@ class MambaMixer(Mixer):
         return mixed
 
     def _divided(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and gate, (1, B x Q, C)."""
+        """Inputs and gate, [1, B x Q, C] each."""
         x, gate = projected.chunk(2, dim=-1)
         return x, gate
 
     def _read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step sizes, (1, B x Q, C), before their softplus, and (1, B x Q, N) keys and queries."""
+        """Step sizes [1, B x Q, C], before their softplus, and keys and queries [1, B x Q, N]."""
         read = torch.split(self.x_proj(x), self._sizes(), dim=-1)
         norms = [getattr(self, f"{name}_layernorm", None) for name in ("dt", "b", "c")]
         step, keys, queries = (one if norm is None else norm(one) for one, norm in zip(read, norms, strict=True))
@@ -146,7 +145,7 @@ def _convolved(
     activation: str | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' `causal_conv1d_fn`."""
+    """Convolution in place of transformers' `causal_conv1d_fn`."""
     convolved = paged.convolve(hidden_states.transpose(1, 2), weight, bias)
     return (convolved if activation is None else ACT2FN[activation](convolved)).transpose(1, 2)
 
@@ -160,15 +159,14 @@ def _delta_rule(
     beta: Tensor,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`."""
+    """Delta rule in place of transformers' `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`."""
     normalizes = settings.get("use_qk_l2norm_in_kernel", False)
     return paged.attend((query, key, value, g, beta), key.shape[-1] ** -0.5, normalizes=normalizes), None
 
 
 def _chunk_scan(paged: LayerStates, *inputs: Tensor, **settings: Any) -> Tensor:
-    """transformers' `mamba2_chunk_scan`: (1, B x Q, H, Dv) in float32.
-
-    Inputs: (1, B x Q, H, Dv) hidden states, (1, B x Q, H) dt, (H,) A, (1, B x Q, groups, D) B and C.
+    """Scan in place of transformers' `mamba2_chunk_scan`; returns [1, B x Q, H, Dv] in float32. Inputs: hidden states
+    [1, B x Q, H, Dv], dt [1, B x Q, H], A [H], B and C [1, B x Q, groups, D].
     """
     hidden_states, dt, decay, keys, queries = inputs
     if (bias := settings.get("dt_bias")) is not None:
@@ -189,7 +187,7 @@ class RecurrentMixer(Mixer):
     """A module whose forward passes its keywords on to `functions`."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]]
-    """Functions in transformers' module, by name, and ours, which compute in their place with a step's paged inputs."""
+    """Functions of transformers' module by name, and our functions that replace them in a step with paged inputs."""
 
     def prepare(self, name: str, model: PreTrainedModel) -> None:
         super().prepare(name, model)
@@ -203,25 +201,25 @@ class RecurrentMixer(Mixer):
 
 
 class DeltaNet(RecurrentMixer):
-    """A gated delta rule behind a convolution."""
+    """A gated delta rule after a convolution."""
 
     functions: ClassVar = {"causal_conv1d_fn": _convolved, "torch_chunk_gated_delta_rule": _delta_rule}
 
 
 class KimiDelta(RecurrentMixer):
-    """Kimi's delta rule, with a decay for each number of a key, behind a convolution."""
+    """Kimi's delta rule, with a decay for each number of a key, after a convolution."""
 
     functions: ClassVar = {"causal_conv1d_fn": _convolved, "chunk_kimi_delta_attention": _delta_rule}
 
 
 class Mamba2(RecurrentMixer):
-    """Mamba 2's state-space mixer: linear attention with a decay for each head, behind a convolution."""
+    """Mamba 2's state-space mixer: linear attention with a decay for each head, after a convolution."""
 
     functions: ClassVar = {"causal_conv1d_fn": _convolved, "mamba2_chunk_scan": _chunk_scan}
 
 
 def _place_functions(module: Any, functions: dict[str, Callable[..., Any]]) -> None:
-    """Replace functions of transformers' module, by name, by ours for calls with `paged`."""
+    """Replace functions of transformers' module, by name, with ours for calls that pass `paged`."""
     for name, ours in functions.items():
         theirs = getattr(module, name)
         if not hasattr(theirs, "of_paged"):

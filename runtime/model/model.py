@@ -1,7 +1,7 @@
-"""The transformers model behind an engine: from a config without weights (probe), or from a checkpoint.
+"""The transformers model of an engine: made from a config without weights (probe), or from a checkpoint.
 
-Model code is transformers' own. Ours is only the check that a model is one we run correctly, and `Step`, which
-gives the compiled function its signature.
+Model code is transformers' own. Ours are the check that specdec runs the model correctly, and `Step`, which gives the
+compiled function its signature.
 """
 
 import copy
@@ -77,9 +77,9 @@ def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 
 
 def linear_layers(config: PreTrainedConfig) -> tuple[list[str], str | None]:
-    """The model's linear layers that can be quantized, and the output layer if it is among them.
+    """The model's linear layers that can be quantized, and the name of the output layer if it is among them.
 
-    Routers and the layers for Mamba's step sizes are left out: a few numbers that decide much.
+    Routers and the layers for Mamba's step sizes are left out: they are few numbers that decide much.
     """
     model = _model_without_memory(config)
     names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D) or is_linear(module)]
@@ -99,7 +99,7 @@ def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:
 
 
 def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model on `meta`, for reading only: the last one is kept, because a conversion asks for it eight times."""
+    """A model on `meta`, to be read only. The last one is kept, because a conversion asks for it eight times."""
     key = type(config), config.to_json_string()
     with _on_meta():
         if key not in _models:
@@ -114,7 +114,9 @@ def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
 
 @contextmanager
 def _on_meta() -> Iterator[None]:
-    """Make models on `meta`. torch warns of empty weights; specdec raises its own error for them."""
+    """Make models on `meta` within the block. torch's warnings about empty weights are suppressed; specdec raises its
+    own error for them.
+    """
     with MODEL_INIT_LOCK, torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors", UserWarning)
         yield
@@ -136,8 +138,8 @@ def dtypes_of_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Callable[
     """Function from a weight's stored name to its dtype in transformers, for a model of `dtype`.
 
     Some weights stay float32: those in the class's lists (`_keep_in_fp32_modules_strict`, and for float16
-    `_keep_in_fp32_modules` too), or that it makes float32. In bfloat16 a router's bias of 8.02 would become 8.0, and
-    other experts would be chosen.
+    `_keep_in_fp32_modules` too), and those that the class itself makes float32. In bfloat16, for example, a router's
+    bias of 8.02 would become 8.0, and other experts would be chosen.
     """
     model = _model_without_memory(config)
     own, kept, mapping = model.state_dict(), _kept_in_float32(model, dtype), get_model_conversion_mapping(model)
@@ -165,10 +167,8 @@ def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
 def loaded_otherwise(
     config: PreTrainedConfig, dtype: torch.dtype, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
 ) -> str | None:
-    """A weight that transformers loads differently from `ours` than from `theirs`, in a model of `dtype`; None if all
-    are equal.
-
-    Both are stored tensors by their names in files; the model's other weights take no memory.
+    """Name of a weight that transformers loads differently from `ours` than from `theirs`, in a model of `dtype`; None
+    if all are equal. Both are stored tensors by their names in files. The model's other weights take no memory.
     """
     with _on_meta():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
@@ -179,7 +179,7 @@ def loaded_otherwise(
 def _loaded_by_transformers(
     model: PreTrainedModel, dtype: torch.dtype, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The weights that transformers puts into a model that has no memory."""
+    """The weights that transformers loads from `tensors` into a model without memory."""
     plan = model._get_dtype_plan(dtype)
     mapping = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter | WeightRenaming)]
     with quiet_transformers():
@@ -194,8 +194,8 @@ def _are_same(one: Tensor, other: Tensor | None) -> bool:
 
 
 def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
-    """Weights of the model that are not among these names, nor formed from them. If two weights are tied, either may be
-    missing.
+    """Weights of the model that are neither among these names nor formed from them. If two weights are tied, either may
+    be missing.
     """
     model = _model_without_memory(config)
     found = {*fused_names(model, names)}
@@ -208,7 +208,7 @@ def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]
 
 
 def names_in_whole(model_type: str, names: Iterable[str]) -> list[str]:
-    """Names in a whole multimodal model for weights stored under these names."""
+    """Names in a whole multimodal model of weights that are stored under these names."""
     mapping = get_checkpoint_conversion_mapping(model_type) or []  # type: ignore[no-untyped-call]
     renamings = [one for one in mapping if type(one) is WeightRenaming]
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
@@ -311,8 +311,8 @@ def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
 
 
 def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerShape]) -> None:
-    """SpecDecError if transformers' own cache drops keys that attention would see: its outputs then depend on which
-    tokens were computed in one step (Moshi). A cache as long as the model's positions drops none.
+    """SpecDecError if transformers' own cache drops keys that attention would see: its outputs then depend on the
+    tokens that were computed in one step (Moshi). A cache as long as the model's positions drops none.
     """
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     for i, layer in enumerate(DynamicCache(config=config).layers):
@@ -383,7 +383,7 @@ def _not_served(error: Exception, config: PreTrainedConfig) -> SpecDecError:
             hint="correct config.json, or download or save the model again",
         )
     return SpecDecError(
-        f"the model does not run with attention from outside: {kind}{_suspects(config, error)}", hint=SEE_MODELS
+        f"the model cannot run with specdec's attention: {kind}{_suspects(config, error)}", hint=SEE_MODELS
     )
 
 
@@ -402,7 +402,7 @@ def _fix_rotary_factors(model: PreTrainedModel) -> None:
     """Keep the model from choosing rotary factors by the largest position in a step, which depends on drafts and on
     other rows.
 
-    Within `num_positions`, its first factors are the ones that transformers uses for a sequence alone.
+    Within `num_positions`, its first factors are those that transformers uses for a sequence alone.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
@@ -414,8 +414,8 @@ def _fix_rotary_factors(model: PreTrainedModel) -> None:
 
 
 def _fix_rotary_scale(module: Any) -> None:
-    """`_fix_rotary_factors` for a model that computes factors in each step and chooses their scale that way
-    (PhiMoE).
+    """Do the same as `_fix_rotary_factors` for a model that computes factors in each step and chooses their scale by
+    the largest position (PhiMoE).
     """
     ropes = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     if hasattr(module, "rope_init_fn") and "short_mscale" in ropes:
@@ -426,14 +426,14 @@ def _fix_rotary_scale(module: Any) -> None:
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A model without its weights' values: its config, and how it computes."""
+    """A model without its weights' values: its config, and its dtype and computation."""
 
     config: PreTrainedConfig
     dtype: torch.dtype
     attention: str
     quantization: Quantization | None = None
     splitting: Splitting | None = None
-    """If there is one, weights are those of one rank."""
+    """Split over ranks; if there is one, weights are those of one rank."""
 
 
 def load_model(kind: ModelKind, weights: Path) -> PreTrainedModel:
@@ -442,9 +442,8 @@ def load_model(kind: ModelKind, weights: Path) -> PreTrainedModel:
 
 
 def load_absent(kind: ModelKind, weights: Path) -> PreTrainedModel:
-    """`load_model`, whose weights are in memory only while they are `present`.
-
-    If loading converts weights, they stay in memory.
+    """The model as `load_model` gives it, whose weights are in memory only while they are `present`. Weights that
+    loading converts stay in memory.
     """
     model = model_of_weights(kind, _read_weights(weights, absent_weights), str(weights))
     if all(is_absent(tensor) for tensor in model.state_dict(keep_vars=True).values()):
@@ -477,7 +476,7 @@ def load_whole_model(kind: ModelKind, ranks: Seq[Path]) -> PreTrainedModel:
 
 
 def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str) -> PreTrainedModel:
-    """`load_model`, from tensors in memory."""
+    """The model as `load_model` gives it, from tensors in memory."""
     choose_vector_math()
     config, splitting = kind.config, kind.splitting
     own_class = model_class(config)
@@ -527,7 +526,7 @@ def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str)
 
 
 def _refuse_rounded(kind: ModelKind, state_dict: Mapping[str, Tensor], where: str) -> None:
-    """SpecDecError for a weight in 16 bits that transformers keeps in float32: it may have been rounded."""
+    """SpecDecError for a weight in 16 bits that transformers keeps in float32, since it may have been rounded."""
     if kind.dtype == torch.float32:
         return
     dtype_of = dtypes_of_weights(kind.config, kind.dtype)
@@ -542,7 +541,9 @@ def _refuse_rounded(kind: ModelKind, state_dict: Mapping[str, Tensor], where: st
 
 
 def _declare_no_padding(model: PreTrainedModel) -> None:
-    """Keep the model from looking for padding: on `meta` that fails (GPT-2), elsewhere it causes a needless warning."""
+    """Keep the model from looking for padding, which fails on `meta` (GPT-2), and elsewhere causes a
+    needless warning.
+    """
     object.__setattr__(model.config, "pad_token_id", None)  # some configs let only a number through
 
 
@@ -561,7 +562,7 @@ class Step(nn.Module):
         self.model = model
         self.layers = layers_that_keep(model.config)
         self.stand_ins: list[int] | None = None
-        """While few pools are given: the number of the one that stands for each layer's."""
+        """Number, for each layer, of the pool that stands for its own, if fewer pools than layers are given."""
 
     def forward(
         self,
@@ -608,7 +609,7 @@ class Step(nn.Module):
 
 
 class _Kept(dict[int, Tensor]):
-    """Hidden states by number. A module, since the exporter copies dictionaries, and hooks would then write to the
+    """Hidden states by number. It is a module: the exporter would copy a dictionary, and hooks would then write to the
     original.
     """
 
@@ -616,8 +617,8 @@ class _Kept(dict[int, Tensor]):
 def kept_hidden_states(model: PreTrainedModel, numbers: Iterable[int]) -> dict[int, Tensor]:
     """A dictionary that every forward of the model fills with these hidden states, [1, tokens, hidden size].
 
-    Filled by hooks, which stay: transformers' own `output_hidden_states` cannot be compiled. SpecDecError for a number
-    beyond the model's layers.
+    Hooks fill it, and are never removed: transformers' own `output_hidden_states` cannot be compiled. SpecDecError for
+    a number beyond the model's layers.
     """
     kept: dict[int, Tensor] = model.__dict__.setdefault("_kept_hidden_states", _Kept())
     hooked: set[int] = model.__dict__.setdefault("_hooked_hidden_states", set())
@@ -647,8 +648,6 @@ def kept_hidden_states(model: PreTrainedModel, numbers: Iterable[int]) -> dict[i
 
 
 def _declare_equal(size: int, *others: int) -> None:
-    """Tell the compiler that these sizes are equal; otherwise inner loops compute indices by division, at half the
-    speed.
-    """
+    """Tell the compiler that sizes are equal. Otherwise inner loops compute indices by division, at half the speed."""
     for other in others:
         torch._check(other == size)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Gives a model's modules the classes that replace them in its family (`runtime.model.families`)."""
+"""Replaces the classes of a model's modules with those of its family (`runtime.model.families`)."""
 
 from functools import cache
 
@@ -23,8 +23,8 @@ def place_modules(model: PreTrainedModel) -> None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True for torch's linear layers, and for classes such as Falcon's that differ only in the order of a product's
-    sum.
+    """True for torch's linear layers, and for classes such as Falcon's that differ from them only in the order in which
+    a product is summed.
     """
     return are_linear(type(module).__name__)
 

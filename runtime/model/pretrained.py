@@ -23,7 +23,7 @@ from runtime.util.errors import SpecDecError, SpecDecWarning
 from runtime.util.locks import quiet_transformers
 from runtime.util.reading import shown
 
-# Sizes of which there is no model with fewer than one.
+# Sizes that are at least 1 in every model.
 _SIZES = {
     "max_position_embeddings": "positions",
     "hidden_size": "hidden units",
@@ -47,9 +47,11 @@ _OF_COMPUTING: dict[str, tuple[int, ...]] = _CAPS | dict.fromkeys(_FACTORS, (0, 
 _IS_SIZE = re.compile(r"_(size|dim|rank|width|units|channels|groups|heads|experts|layers?)$|^(n|num|d)_")
 _IS_NO_SIZE = re.compile(r"^max_|position|window|ctx|token|chunk|length|seq")
 _LARGEST_SIZE = 2**40
-"""More than any model has of anything: 2 products of them still fit into 64 bits with what else is in a shape."""
+"""Largest size in a config, beyond that of any model. Two products of such sizes still fit into 64 bits, together with
+the other sizes of a shape.
+"""
 MANY_LAYERS = 1000
-"""More than any published model has."""
+"""Number of layers beyond that of any published model."""
 _NUMBERS_OF_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
 _NUMBERS_OF_CHOSEN = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_k", "moe_top_k"),
@@ -76,7 +78,7 @@ _OF_OTHERS = {
     # what transformers once wrote into every config
     *("add_cross_attention", "finetuning_task", "is_decoder", "is_encoder_decoder", "prefix", "pruned_heads"),
     *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16", "use_cache"),
-    # of how a program computes, not of what
+    # they say how a program computes, not which result
     *("ep_size", "num_logits_to_keep", "use_mamba_kernels", "use_flash_attn", "for_llm_compressor", "seq_aux"),
     "spd_type",  # PARD's
     *("chunk_size_feed_forward", "output_router_logits", "use_mem_eff_path", "moe_shared_expert_overlap"),
@@ -84,7 +86,7 @@ _OF_OTHERS = {
     "max_window_layers",
 }
 _WITHIN = ("thinker_config", "text_config", "attn_config", "ffn_config")
-"""Configs inside of what the language model computes."""
+"""Keys of inner configs that affect the language model."""
 _ROPES_SAID = ("rope_scaling", "rope_parameters")
 # A `head_dim` that contradicts the weights is an error by itself; a request's settings are read by `generation_config`.
 _ALWAYS_READ = {"head_dim", *vars(GenerationConfig())}  # type: ignore[no-untyped-call]
@@ -133,7 +135,7 @@ def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfi
 
 
 def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
-    """Like `parse_pretrained_config`, for any model that transformers has a class for."""
+    """Read a config like `parse_pretrained_config`, for any model that transformers has a class for."""
     model_type = data.get("model_type")
     if isinstance(model_type, str) and (same := published_type(model_type)) != model_type:
         data, model_type = data | {"model_type": same}, same
@@ -179,9 +181,7 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
 
 
 def _with_decimals(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The values, with 1 written as 1.0 where transformers accepts only decimals; DBRX's own config.json has
-    such a 1.
-    """
+    """The values with 1 written as 1.0 if transformers accepts only decimals; DBRX's own config.json has such a 1."""
     kinds = {one.name: get_args(one.type) or (one.type,) for one in dataclasses.fields(kind)}
     values = dict(data)
     for name, value in data.items():
@@ -194,8 +194,8 @@ def _with_decimals(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unread(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
-    """SpecDecError for a value that transformers' class ignores and other families compute with, such as `clip_qkv` 1.0
-    in a Llama: the model was trained with it.
+    """SpecDecError for a value that transformers' class ignores and other families use, such as `clip_qkv` 1.0 in a
+    Llama: the model was probably trained with it.
     """
     known = inspect.signature(type(config)).parameters.keys() | config.attribute_map.keys()
     for name, neutral in _OF_COMPUTING.items():
@@ -270,7 +270,7 @@ def _refuse_patterns(said: dict[str, Any], where: str) -> None:
 
 
 def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
-    """SpecDecError for two different numbers of experts, for more chosen experts than there are, or none, or for groups
+    """SpecDecError for two different numbers of experts, for no chosen experts or more than there are, or for groups
     that do not divide the experts.
     """
 
@@ -304,7 +304,7 @@ def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) 
 
 
 def _refuse_sizes(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for a size below 1, and for NaN, which JSON does not have and Python writes."""
+    """SpecDecError for a size below 1, and for NaN, which is not valid JSON although Python writes it."""
     for name, what in _SIZES.items():
         if isinstance(size := data.get(name), int) and size < 1:
             raise SpecDecError(f"`{where}` has an invalid number of {what}: {size}", hint="correct it")
@@ -326,8 +326,8 @@ def _refuse_sizes(data: dict[str, Any], where: str) -> None:
 
 
 def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for sizes, nested configs included, that no memory can hold, and for so many layers that even a
-    model without weights would take forever to make.
+    """SpecDecError for sizes that no memory can hold, in inner configs too, and for a number of layers with which even
+    a model without weights could not be made in reasonable time.
     """
     for name, size in sizes_of(data):
         if size > _LARGEST_SIZE:
@@ -340,9 +340,8 @@ def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
 
 
 def sizes_of(data: dict[Any, Any]) -> Iterator[tuple[str, int]]:
-    """Integers in a config, nested configs included, whose names are sizes: `hidden_size` 4096.
-
-    Keys of a dictionary in a config need not be names: those of `id2label` are numbers.
+    """Integers in a config and its inner configs whose keys name sizes: `hidden_size` 4096. Keys of an inner object
+    need not be names: those of `id2label` are numbers.
     """
     for name, value in data.items():
         if isinstance(value, dict):
@@ -367,7 +366,7 @@ def _refuse_dtype(data: dict[str, Any], where: str) -> None:
 
 
 def _check_rope(rope: dict[str, Any], where: str) -> None:
-    """SpecDecError for a rope that gives no positions. transformers warns of some of these, and accepts them."""
+    """SpecDecError for a rope that gives no positions. transformers accepts such ropes, some with a warning."""
     if _type(rope) not in (known := {"default", *ROPE_INIT_FUNCTIONS}):
         raise SpecDecError(
             f"`{where}` has a rope of a type that transformers does not know: {_type(rope)}",
@@ -382,7 +381,7 @@ def _check_rope(rope: dict[str, Any], where: str) -> None:
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Yield a value's numbers: none, one, or those in a list."""
+    """Yield the numbers in a value: none, one, or those in a list."""
     if isinstance(value, list):
         yield from value
     elif value is not None:
@@ -390,9 +389,10 @@ def _numbers(value: Any) -> Iterator[Any]:
 
 
 def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for a rope that is not an object, or two ropes that disagree: transformers accepts them silently.
+    """SpecDecError for a rope that is not an object, or for two ropes that disagree, which transformers accepts
+    silently.
 
-    A config by transformers 4 has `rope_theta` and `rope_scaling` at its top, a config by transformers 5 has
+    A config from transformers 4 has `rope_theta` and `rope_scaling` at its top level, a config from transformers 5 has
     `rope_parameters`. A rope for one type of layer may differ from the common one.
     """
     for name in _ROPES_SAID:
@@ -419,9 +419,9 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
 
 
 def warn_of_unread_keys(config: PreTrainedConfig, data: dict[str, Any], where: str) -> None:
-    """Warn of each key in a model's JSON, `data`, that changes nothing in its language model, whose `config` this is.
+    """Warn of each key in a model's JSON, `data`, that has no effect on its language model, whose config is `config`.
 
-    Whoever wrote the key had a model that computes differently, or misspelled a key that is read. A key means something
+    Whoever wrote the key had a model that computes differently, or misspelled a key that is read. A key has an effect
     if transformers' config class of the model has a field for it, or if a table above, or the model's family, lists it.
     """
     if found := list(_unread(config, data)):
@@ -455,7 +455,7 @@ def _unread(config: PreTrainedConfig, data: dict[str, Any], inside: str = "") ->
 
 
 def _keys_read(config: PreTrainedConfig, data: dict[str, Any], inside: str) -> set[str]:
-    """Keys of config.json for which transformers' classes of this model have a field, or which its code reads."""
+    """Keys of config.json for which transformers' classes of this model have a field, or which their code reads."""
     model_type, own = str(data.get("model_type")), type(config)
     within = getattr(config, inside.rstrip(".").rpartition(".")[2], config) if inside else config
     whole = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else type(within)
@@ -471,10 +471,12 @@ def _keys_read(config: PreTrainedConfig, data: dict[str, Any], inside: str) -> s
 
 @cache
 def _attributes_of(kind: Any) -> set[str]:
-    """Fields of a config's class, their other names, and what an instance computes from them (`qk_head_dim`)."""
+    """Fields of a config's class, their other names, and the properties that an instance computes from them
+    (`qk_head_dim`).
+    """
     try:
         computed = set(vars(kind()))
-    except Exception:  # a class without an instance for its defaults: its validators raise what they like
+    except Exception:  # a class that cannot be made from its defaults: its validators may raise anything
         computed = set()
     renamed = {*kind.attribute_map, *kind.attribute_map.values()}
     return {*inspect.signature(kind).parameters, *dir(kind), *kind.sub_configs} | renamed | computed
@@ -516,7 +518,7 @@ def last_words(error: Exception) -> str:
 
 
 def _with_values(words: str, data: dict[str, Any]) -> str:
-    """A validator's message with the values of the keys that it names."""
+    """A validator's message, with the values of the keys in it added."""
     named = dict.fromkeys(re.findall(r"`(\w+)`", words))
     values = [f"`{name}` {data[name]!r}" for name in named if name in data and repr(data[name]) not in words]
     return f"{words}: {', '.join(values)}" if values else words
@@ -579,8 +581,8 @@ def layers_that_keep(config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[i
 
 
 def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
-    """Like `parse_pretrained_config`; for a multimodal model, such as Gemma 3, the config of the language model inside,
-    and its JSON.
+    """Read a config like `parse_pretrained_config`. For a multimodal model, such as Gemma 3, it returns the config of
+    the language model inside, and that config's JSON.
     """
     if isinstance(data.get("thinker_config"), dict):  # of Qwen-Omni, beside what speaks
         data = data["thinker_config"]
@@ -613,20 +615,20 @@ def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> di
 
 
 def chooses_all_of_few(config: PreTrainedConfig) -> bool:
-    """True if an index chooses all keys while there are no more than its limit: GLM-5.3's may leave out the
-    last few.
+    """True if the model's index chooses all keys as long as there are no more than its limit. GLM-5.3's index may leave
+    out the last few.
     """
     return bool(getattr(config, "index_topk", None) and getattr(config, "index_kpool_always_select_tail", True))
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
-    """Number of positions that can be served; None if the config does not say.
+    """Number of positions that can be served; None if the config does not state it.
 
-    Positions end where rotary factors stop depending on a token's own position alone. `longrope` has two sets of
+    Positions end where rotary factors no longer depend on a token's own position alone. `longrope` has two sets of
     factors, and transformers switches the whole sequence, computed K/V included, when it grows beyond
     `original_max_position_embeddings`; `dynamic` changes factors with every token beyond `max_position_embeddings`.
-    PhiMoE keeps its first set and changes the scale, in published models to the same number. Positions also end where
-    an index would begin to choose among keys.
+    PhiMoE keeps its first set and changes the scale, which in published models is the same number. Positions also end
+    where an index would begin to leave out keys.
     """
     limits = [getattr(config, "max_position_embeddings", None), _positions_of_biases(config)]
     limits += [rope.get("original_max_position_embeddings") for rope in _ropes(config) if _changes(rope, config)]
@@ -649,7 +651,7 @@ def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
 
 
 def why_positions_end(config: PreTrainedConfig) -> str:
-    """Reason for the limit `num_positions`, for an error."""
+    """Reason for the limit of `num_positions`, for an error."""
     if num_positions(config) in (getattr(config, "max_position_embeddings", None), _positions_of_biases(config)):
         return "the model has"
     chooses = num_positions(config) == getattr(config, "index_topk", None)

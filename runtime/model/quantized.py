@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights; the tokens they multiply stay as they are, or are quantized to 8 or 16 bits."""
+"""Linear layers with quantized weights. Their inputs stay as they are, or are quantized to 8 or 16 bits."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,13 +20,15 @@ EXPERTS_KERNEL = "specdec_kernel"
 """Name under which `runtime.model.experts` is registered with transformers."""
 _TOKEN_BITS: dict[Activations, int] = {"float": 0, "int8": 8, "int16": 16}
 _ROWS_COMPARED = 4096
-"""Rows of embeddings compared at a time, which a processor's cache has room for."""
+"""Rows of embeddings that are compared at a time, few enough for a processor's cache."""
 _LARGEST = {8: 127, 16: 127 * 256 + 127}
-"""A token's integers: of 16 bits both halves, the lower one with its sign, are of the size of 8."""
+"""Largest integer of a quantized token. With 16 bits it is such that both halves, the lower one with its sign, fit into
+8 bits.
+"""
 
 
 def fake_quantize_tokens(x: Tensor, columns: int, bits: int) -> Tensor:
-    """`x` [..., inputs] quantized to this number of bits and dequantized, for each token and group of columns."""
+    """`x` [..., inputs] quantized to `bits` bits and dequantized, for each token and group of `columns` columns."""
     groups = x.float().reshape(*x.shape[:-1], -1, columns)
     steps = groups.abs().amax(-1, keepdim=True) / _LARGEST[bits]
     is_nothing = steps < torch.finfo(torch.float32).tiny
@@ -46,7 +48,7 @@ class QuantizedModule(nn.Module):
     book: Tensor | None
 
     packed: Tensor | None
-    """The weight in the kernels' layout, if it is not packed for a compiled step."""
+    """The weight in the kernels' layout, unless it is packed for a compiled step."""
 
     def __init__(self, weight: QuantizedWeight, activations: LayersActivations, *, with_kernels: bool) -> None:
         super().__init__()
@@ -76,18 +78,18 @@ class QuantizedModule(nn.Module):
         return packed
 
     def _ordered(self, x: Tensor) -> Tensor:
-        """(..., inputs) with its columns as they are stored."""
+        """`x` [..., inputs] with its columns in the order in which the weight's are stored."""
         return x if self.order is None else x[..., self.order]
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """The tokens quantized as the kernels quantize them."""
+        """The tokens `x`, quantized as the kernels quantize them."""
         if not self.token_bits:
             return x
         return fake_quantize_tokens(x, kernel_group_size(self.quantized.group_size), self.token_bits)
 
 
 class QuantizedLinear(QuantizedModule):
-    """A linear layer whose product is a kernel's where kernels are loaded; elsewhere torch multiplies by the
+    """A linear layer whose product a kernel computes if kernels are loaded; otherwise torch multiplies by the
     dequantized weight.
     """
 
@@ -120,7 +122,7 @@ class QuantizedExperts(QuantizedModule):
     """
 
     numbers: Tensor
-    """Nothing, in the dtype that the model computes in."""
+    """An empty tensor of the dtype in which the model computes."""
 
     def __init__(
         self, weight: QuantizedWeight, own: nn.Parameter, activations: LayersActivations, *, is_transposed: bool,
@@ -138,14 +140,14 @@ class QuantizedExperts(QuantizedModule):
         return weight.mT if self.is_transposed else weight
 
     def _of(self, ids: Tensor) -> QuantizedWeight:
-        """The weights of these experts, one below the other."""
+        """The weights of these experts, stacked by outputs."""
         whole = self.quantized
         rows = {name: self._by_expert(one)[ids].flatten(0, -2) for name, one in whole.by_output().items()}
         return replace(whole, **rows)
 
     def by_torch(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """`forward` by torch for a few tokens [S, inputs], each with one expert: [S, outputs], the reference for the
-        kernel.
+        """Product by torch, as the reference for the kernel: [S, outputs] for a few tokens `x` [S, inputs], each with
+        one expert.
         """
         weight = self._of(chosen).in_stored_order().view(len(chosen), self.out_features, self.in_features)
         read = self._rounded(self._ordered(x))
@@ -159,7 +161,7 @@ class QuantizedExperts(QuantizedModule):
         return products
 
     def pack(self) -> Tensor:
-        """Each expert in whole panels."""
+        """The weights in the kernels' layout, in which each expert has whole panels."""
         beyond = -self.out_features % torch.ops.specdec.panel()
         parts = (self.values, self.scales, self.zeros, self.offsets)
         return self._pack(*(self._with_rows(part, beyond) for part in parts))
@@ -219,14 +221,14 @@ def _no_layer_for(weight: QuantizedWeight, name: str) -> SpecDecError:
 
 
 def _form(layer: nn.Module) -> tuple[int, int] | None:
-    """Outputs and inputs of a linear layer."""
+    """Numbers of outputs and inputs of a linear layer."""
     if isinstance(layer, nn.Linear | QuantizedLinear):
         return layer.out_features, layer.in_features
     return (layer.nf, layer.nx) if isinstance(layer, Conv1D) else None
 
 
 def pack_layers(model: nn.Module) -> None:
-    """Pack the weights for the kernels, once, where no compiler does so; the kernels must be loaded."""
+    """Pack the weights for the kernels, once, if no compiler does that; the kernels must be loaded."""
     for layer in quantized_layers(model):
         if layer.with_kernels:
             layer.packed = layer.pack()
@@ -238,9 +240,8 @@ def placeholders(
     transposed: Collection[str],
     experts: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Tensors on `meta` with the shapes of the model's weights, used while the model is loaded.
-
-    `experts` are the shapes of weights of all of a layer's experts, by name.
+    """Tensors on `meta` with the shapes of the model's weights, used while the model is loaded. `experts` has the
+    shapes of weights that hold all experts of a layer, by name.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, weight in weights.items():
@@ -252,9 +253,9 @@ def placeholders(
 
 
 def tied_output(model: PreTrainedModel) -> QuantizedLinear | None:
-    """The output layer, if its quantized numbers are the embeddings, as in a GGUF file that is tied; else None.
-
-    None too for a weight with zero points or offsets: the kernels add these in another order, which rounds otherwise.
+    """The output layer, if its quantized numbers are also the embeddings, as in a GGUF file with tied embeddings;
+    otherwise None. None also for a weight with zero points or offsets: the kernels add these in another order, which
+    rounds differently.
     """
     table: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -51,8 +51,8 @@ from runtime.util.errors import SpecDecError, SpecDecWarning
 def read_numbers(
     model_dir: Path, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A model's config, and the numbers of its `wanted` weights, dequantized: in `dtype`, or in float32 where
-    transformers keeps float32.
+    """A model's config, and the numbers of its `wanted` weights, dequantized: in `dtype`, or in float32 if transformers
+    keeps the weight so.
     """
     source = open_source(model_dir)
     dtype_of = dtypes_of_weights(parse_pretrained_config(source.config, source.name), dtype)
@@ -206,7 +206,9 @@ def _named_as_whole(tensors: list[SourceTensor], shapes: dict[str, tuple[int, ..
 
 
 def _check_names(pretrained: PreTrainedConfig, names: list[str], model_dir: Path, *, is_inside: bool) -> None:
-    """SpecDecError if the model lacks weights. A language model inside another may have them under unknown names."""
+    """SpecDecError if weights of the model are missing. The weights of a language model inside another model may have
+    unknown names.
+    """
     missing = missing_weights(pretrained, names)
     if missing and is_inside:
         raise SpecDecError(

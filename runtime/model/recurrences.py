@@ -1,18 +1,18 @@
 """Short convolutions, linear attention with decay and selective scans over states of sequences, in torch.
 
-A token's output of a convolution depends on the inputs of the `kernel_size - 1` tokens before it. Those of its own row
-are there; others are in the sequence's slot (`runtime.core.states`).
+A token's output of a convolution depends on the inputs of the `kernel_size - 1` tokens before it. Inputs of its own row
+are in the step; earlier ones are in the sequence's slot (`runtime.core.states`).
 
-Linear attention is the gated delta rule (Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464), with a
-decay for each number of a key Kimi's delta attention (Kimi Team, 2025, https://arxiv.org/abs/2510.26692), and without
-`beta` the recurrence of Mamba-2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). A head's state S maps
-keys to values. It is kept as of the beginnings of chunks of positions, and of each token of the last few chunks its
-key, the sum of decays from its chunk's beginning on, and what it adds to the state: `csrc/linear_attention.cpp` has the
-equations. So what a token gives depends on its position and on the tokens before it, not on what was computed in one
-step with it, and going back to an earlier position undoes nothing.
+Linear attention is the gated delta rule (Yang, Kautz and Hatamizadeh, 2024, https://arxiv.org/abs/2412.06464). With a
+decay for each number of a key it is Kimi's delta attention (Kimi Team, 2025, https://arxiv.org/abs/2510.26692), and
+without `beta` the recurrence of Mamba-2 (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). A head's state S maps
+keys to values. It is kept for the beginnings of chunks of positions. For each token of the last few chunks its key, the
+sum of decays since its chunk's beginning, and its addition to the state are kept too: `csrc/linear_attention.cpp` has
+the equations. So a token's output depends on its position and on the tokens before it, not on the other tokens of its
+step, and going back to an earlier position undoes nothing.
 
 A selective scan is Mamba's (Gu and Dao, 2023, https://arxiv.org/abs/2312.00752) and the RG-LRU's (De et al., 2024,
-https://arxiv.org/abs/2402.19427): each number of a state decays by itself. What is kept of it is of the same kind;
+https://arxiv.org/abs/2402.19427): each number of a state decays by itself. The same kinds of numbers are kept;
 `csrc/selective_scan.cpp` has the equations.
 """
 
@@ -32,7 +32,7 @@ def short_conv(
     slot_mapping: Tensor,  # (B, Q) int64, 0 of padding
     state_slots: Tensor,  # (B,) int64, each once, but for the null slot
 ) -> Tensor:  # (1, B x Q, C)
-    """Depthwise causal convolution of each row's tokens and those before them, by torch's own operations."""
+    """Depthwise causal convolution over each row's tokens and the tokens before them, by torch's own operations."""
     (B, Q), kernel_size, length = positions.shape, weight.shape[1], pool.shape[1]
     rows = inputs.reshape(B, Q, -1)
     ago = torch.arange(kernel_size - 1, 0, -1, device=positions.device)
@@ -56,11 +56,11 @@ def linear_attention(
     *,
     normalizes: bool,
 ) -> Tensor:  # (1, B x Q, H, Dv)
-    """The tokens' outputs, of rows one after the other. Queries and keys get length 1 if `normalizes` is true.
+    """The outputs of all rows' tokens, row by row. Queries and keys get length 1 if `normalizes` is true.
 
-    Parts: (1, B x Q, Hk, D) query and key, (1, B x Q, H, Dv) value, and in float32 (1, B x Q, H) or (1, B x Q, H, D)
-    logarithms of decay, and (1, B x Q, H) beta or None. Places: (B, Q) positions and slot mapping, 0 of padding, and
-    (B,) slots of states.
+    Parts: query and key [1, B x Q, Hk, D], value [1, B x Q, H, Dv], and in float32 logarithms of decay, [1, B x Q, H]
+    or [1, B x Q, H, D], and beta [1, B x Q, H] or None. Places: positions and slot mapping [B, Q], which is 0 for
+    padding, and slots of states [B].
     """
     (query, key, value, decay, beta), (positions, slot_mapping, state_slots) = parts, places
     Q, (H, Dv) = positions.shape[1], value.shape[2:]
@@ -90,10 +90,10 @@ def selective_scan(
     places: tuple[Tensor, Tensor, Tensor],
     chunk_size: int,
 ) -> Tensor:  # (1, B x Q, H x W)
-    """The tokens' outputs, of rows one after the other.
+    """The outputs of all rows' tokens, row by row.
 
-    Parts, in float32: (1, B x Q, H x W) what is added and steps, which decays are multiplied by, (1, B x Q, groups x N)
-    keys and queries. Places: as for `linear_attention`.
+    Parts, in float32: additions and steps (by which decays are multiplied) [1, B x Q, H x W], keys and queries [1, B x
+    Q, groups x N]. Places: as in `linear_attention`.
     """
     (added, steps, keys, queries), (positions, slot_mapping, state_slots) = parts, places
     Q, H, N = positions.shape[1], pool.shape[1], decays.shape[0]
@@ -128,15 +128,15 @@ def selective_scan(
 
 
 def _of_heads(x: Tensor, num_heads: int, *, normalizes: bool) -> Tensor:
-    """(B x Q, H, D) float32 of (1, B x Q, Hk, D)."""
+    """Heads [B x Q, H, D] float32, from `x` [1, B x Q, Hk, D]."""
     x = x[0].float().repeat_interleave(num_heads // x.shape[2], dim=1)
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) if normalizes else x
 
 
 @dataclass
 class _Chunks:
-    """A slot's numbers, chunk by chunk: the state [H, D, Dv] before the chunk, and of its C tokens the keys, what they
-    add to the state, and sums of their decays (`parts`).
+    """A slot's numbers, chunk by chunk: the state [H, D, Dv] before the chunk, and for its C tokens the keys, the
+    additions to the state, and the sums of decays (`parts`).
     """
 
     slot: Tensor  # (H, num_chunks x numbers)
@@ -146,7 +146,9 @@ class _Chunks:
     num_decays: int
 
     def parts(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views: the chunk's state, (H, C, D) keys, (H, C, Dv) added by tokens, (H, C, num_decays) their sums."""
+        """Views of a chunk's numbers: its state, keys [H, C, D], the tokens' additions [H, C, Dv], and sums of decays
+        [H, C, num_decays].
+        """
         D, Dv, C = self.key_dim, self.value_dim, self.size
         sizes = [D * Dv, C * D, C * Dv, C * self.num_decays]
         num_chunks = self.slot.shape[1] // sum(sizes)
@@ -156,7 +158,7 @@ class _Chunks:
         return state.view(-1, D, Dv), keys.view(-1, C, D), added.view(-1, C, Dv), decays.view(-1, C, self.num_decays)
 
     def attend(self, position: int, tokens: list[Tensor], *, corrects: bool) -> Tensor:
-        """Outputs (H, n, Dv) of n tokens of one chunk: query, key, value, decay and beta of each head."""
+        """Outputs [H, n, Dv] of n tokens of a chunk, from query, key, value, decay and beta of each head."""
         query, key, value, decay, rates = tokens
         number, first = divmod(position, self.size)
         state, keys, added, decays = self.parts(number)
@@ -181,7 +183,7 @@ class _Chunks:
         return output.masked_fill((sees & broken.unsqueeze(1)).any(-1, keepdim=True), torch.nan)
 
     def _products(self, x: Tensor, keys: Tensor, factors: Tensor) -> Tensor:
-        """(H, n, end) products of (H, n, D) with (H, end, D) keys, which have decayed by factors."""
+        """Products [H, n, end] of `x` [H, n, D] with `keys` [H, end, D], which have decayed by `factors`."""
         if self.num_decays == 1:
             return x @ keys.transpose(1, 2) * factors[..., 0]
         return (x.unsqueeze(2) * keys.unsqueeze(1) * factors).sum(-1)

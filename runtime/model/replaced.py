@@ -1,4 +1,4 @@
-"""Bases for modules that replace transformers' own, where these compute in a way that a step cannot.
+"""Base classes for modules that replace transformers' own, if these compute in a way that a step cannot.
 
 `runtime.model.placing` gives a model's module the class that its family names. Without a step's paged inputs, or with
 another attention function, a replaced module computes as transformers' class does.
@@ -30,7 +30,7 @@ class Replaced(nn.Module):
         return True
 
     def prepare(self, name: str, model: PreTrainedModel) -> None:
-        """Prepare the module called `name` in the model, which has just got its new class."""
+        """Prepare the module called `name` in the model after it has got its new class."""
 
 
 def layer_in(name: str) -> int:
@@ -49,20 +49,22 @@ class NumberedLayer(Replaced):
 
 
 class EqualPositions(Replaced):
-    """Rotary positions in time, height and width whose frequencies need no mixing: for text all three are equal."""
+    """Rotary positions in time, height and width, whose frequencies are not mixed, since all three are
+    equal for text.
+    """
 
     def recomposition_frequencies(self, frequencies: Tensor) -> Tensor:
-        """(B, T, 2 D) of (3, B, T, D)."""
+        """Frequencies [B, T, 2 D] from `frequencies` [3, B, T, D]."""
         return torch.cat((frequencies[0], frequencies[0]), dim=-1)
 
 
 class RotaryOfPairs(Replaced):
-    """A rope by cosines and sines, `[1, tokens, head_dim / 2, 2]`, instead of complex numbers."""
+    """A rope with cosines and sines [1, tokens, head_dim / 2, 2] in place of complex numbers."""
 
     inv_freq: Tensor
     attention_scaling: float
     heads_dim: int
-    """Dimension of heads in queries and keys."""
+    """Index of the heads' dimension in queries and keys."""
 
     def prepare(self, name: str, model: PreTrainedModel) -> None:
         _rotate_pairs(own_module(self), self.heads_dim)
@@ -77,7 +79,7 @@ class RotaryOfPairs(Replaced):
 
 
 def _rotate_pairs(module: Any, heads_dim: int) -> None:
-    """Have transformers' module rotate by cosines and sines too."""
+    """Have transformers' module rotate with cosines and sines too."""
     theirs: Callable[..., Any] = module.apply_rotary_emb
     if hasattr(theirs, "of_complex"):
         return
@@ -99,7 +101,7 @@ def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
 
 
 class Layer(Replaced):
-    """A layer that passes the step's paged inputs on to its module that mixes tokens."""
+    """A layer that passes the step's paged inputs on to its attention or mixer."""
 
     mixing = "self_attn"
 
@@ -109,7 +111,7 @@ class Layer(Replaced):
 
 
 class Attends(Replaced):
-    """Attention that passes on the step's paged inputs that its model gave it."""
+    """Attention that passes on the paged inputs that it gets from its model."""
 
     config: Any
     layer_idx: int
@@ -119,7 +121,9 @@ class Attends(Replaced):
 
 
 class OwnAttention(Attends):
-    """Attention through transformers' interface, replacing a method that computes it from queries, keys and values."""
+    """Attention through transformers' interface, in place of a method that computes attention from queries, keys and
+    values.
+    """
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
@@ -141,7 +145,7 @@ class OwnAttention(Attends):
             attended: tuple[Tensor, Tensor] = super()._attn(query, key, value, attention_mask)  # type: ignore[misc]
             return attended
         window = self.config.window_size if getattr(self, "attention_type", None) == "local" else None
-        if window is not None:  # of which only GPT-Neo's own mask knows, which lies beside this one
+        if window is not None:  # only GPT-Neo's own mask, beside this one, knows it
             own = self.bias[:, :, : key.shape[2], : key.shape[2]]  # type: ignore[index]
             attention_mask = None if "paged" in taken else attention_mask.masked_fill(~own, -torch.inf)  # type: ignore[union-attr]
         divisor: Any = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)  # GPT-Neo has none
@@ -171,12 +175,12 @@ class Biased(Attends):
 
     @abstractmethod
     def slopes_of_heads(self, device: torch.device) -> Tensor:
-        """(H,) float32 slopes."""
+        """Slopes of the heads, float32 [heads]."""
 
     def attended(
         self, heads: Sequence[Tensor], attention_mask: Tensor | None, scaling: float, taken: dict[str, Any]
     ) -> Tensor:
-        """(1, B x Q, H x D) of queries, keys and values, (1, H, B x Q, D) each."""
+        """Outputs [1, B x Q, H x D] from queries, keys and values, [1, H, B x Q, D] each."""
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         output: Tensor = attend(self, *heads, attention_mask, scaling=scaling, slopes=self.slopes, **taken)[0]
         return output.flatten(2)
@@ -188,7 +192,9 @@ def own_module(module: nn.Module) -> Any:
 
 
 class OwnAttentionModel(Replaced):
-    """A model that passes the step's paged inputs to all its attention modules at once: its layers take no keywords."""
+    """A model that hands the step's paged inputs to all its attention modules at once, since its layers take no
+    keywords.
+    """
 
     _can_set_attn_implementation_cached_value = True  # which transformers would read from the module's code
 
@@ -208,9 +214,8 @@ def taken_from(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def handed(modules: Iterable[nn.Module], taken: dict[str, Any], method: str = "forward") -> Iterator[None]:
-    """Add these keywords, if there are any, to calls of a method of these modules within the block.
-
-    Afterwards the previous attribute is put back, not deleted, which `torch.compile` would not understand.
+    """Within the block, add the keywords `taken`, if there are any, to calls of a method of these modules. Afterwards
+    the previous attribute is put back instead of deleted, which `torch.compile` would not understand.
     """
     before = [(module, getattr(module, method)) for module in modules] if taken else []
     for module, function in before:
@@ -227,7 +232,7 @@ def attends_by_ours(config: Any) -> bool:
 
 
 class Indexer(Replaced):
-    """An index of keys that chooses all of them: sequences are limited to the number of keys that it would choose."""
+    """An index that chooses all keys: sequences are limited to the number of keys that the index may choose."""
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
         if attends_by_ours(self.model_config):
@@ -237,7 +242,9 @@ class Indexer(Replaced):
 
 
 class Indexed(Replaced):
-    """Attention with an index of keys, whose mask stays causal, since the index chooses all keys (`Indexer`)."""
+    """Attention that looks only at keys that an index chooses. Its mask stays causal, since the index chooses all keys
+    (`Indexer`).
+    """
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("paged"), PagedInputs) and kwargs.get("attention_mask") is None:

@@ -1,4 +1,4 @@
-"""A rank's model: it has one piece of each split weight, and computes the whole model's result together with other
+"""A rank's model: it has a piece of each split weight, and computes the whole model's result together with the other
 ranks.
 """
 
@@ -25,7 +25,7 @@ class Ranks:
 
 
 class SummedLinear(nn.Module):
-    """A layer with some of the inputs: the ranks' outputs are added up, and then the bias."""
+    """A linear layer with a part of the inputs: the ranks' outputs are added up, and then the bias is added."""
 
     def __init__(self, layer: nn.Module, bias: nn.Parameter | None, ranks: Ranks, *, has_all_inputs: bool) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class SummedLinear(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A layer with some of the outputs, which returns the outputs of all ranks."""
+    """A linear layer with a part of the outputs, which returns the outputs of all ranks."""
 
     def __init__(self, layer: nn.Module, ranks: Ranks) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GatheredLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """This rank's weight; some models ask for its dtype (Hunyuan 4)."""
+        """This rank's weight; some models ask for the weight's dtype (Hunyuan 4)."""
         weight = self.layer.weight
         assert isinstance(weight, Tensor)
         return weight
@@ -57,7 +57,7 @@ class GatheredLinear(nn.Module):
 
 
 class SplitEmbedding(nn.Module):
-    """Embeddings for a part of the vocabulary: a token's embedding is on one rank, the others add zeros."""
+    """Embeddings for a part of the vocabulary: a token's embedding is on one rank, and the other ranks add zeros."""
 
     def __init__(self, weight: nn.Parameter, ranks: Ranks) -> None:
         super().__init__()

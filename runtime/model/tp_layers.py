@@ -24,8 +24,8 @@ Kind = Literal["outputs", "gathered_outputs", "inputs", "own_inputs", "vocabular
 
 @dataclass(frozen=True)
 class Cut:
-    """Cut of a tensor: along which dimension, and into how many stacked matrices, of each of which a rank has a
-    piece.
+    """The dimension along which a tensor is cut, and the number of stacked matrices in it, of each of which a rank has
+    a piece.
     """
 
     dimension: int
@@ -46,9 +46,11 @@ _KINDS: dict[str, Kind | None] = {
     "moe_tp_experts": "experts",
     "local_params": "heads",
 }
-"""transformers' words. None: each rank holds all of it."""
+"""Cuts by transformers' words for linear layers; None if each rank holds the whole weight."""
 _EXPERTS_CUTS = {"colwise": Cut(-2), "packed_colwise": Cut(-2, 2), "rowwise": Cut(-1), "packed_rowwise": Cut(-1, 2)}
-"""Its words for the weights of all of a layer's experts, (experts, outputs, inputs) or (experts, inputs, outputs)."""
+"""transformers' words for weights that hold all experts of a layer, [experts, outputs, inputs] or [experts, inputs,
+outputs].
+"""
 _OWN_PARTS = ("weight", "bias")
 _KV_PROJECTIONS = {"k_proj", "v_proj"}
 _GROUPED = ("weight_scales", "weight_zeros", "weight_offsets")
@@ -58,7 +60,9 @@ _ANOTHER_SIZE = "split it over another number of devices"
 
 @dataclass(frozen=True)
 class Split:
-    """Split of a layer over ranks; `num_pieces` is below the number of ranks if neighbours hold the same piece."""
+    """Split of a layer over ranks. `num_pieces` is below the number of ranks if neighbouring ranks hold the same
+    piece.
+    """
 
     kind: Kind
     num_pieces: int
@@ -66,7 +70,7 @@ class Split:
     """Cuts of a non-linear layer, by the names of its tensors."""
 
     def cut(self, part: str) -> Cut | None:
-        """Cut of the layer's tensor with this name; None: every rank holds all of it."""
+        """Cut of the layer's tensor with this name; None if every rank holds all of it."""
         if self.cuts:
             return dict(self.cuts).get(part)
         if part == "weight_book":
@@ -86,7 +90,9 @@ class Splitting:
     """Embeddings and output layer that are not split."""
 
     def piece(self, name: str, tensor: Tensor, rank: int) -> Tensor:
-        """The part of a checkpoint's tensor that rank `rank` holds; SpecDecError if the tensor cannot be divided so."""
+        """The part of a checkpoint's tensor that rank `rank` holds; SpecDecError if the tensor cannot be divided in
+        this way.
+        """
         found = self._cut(name, tuple(tensor.shape))
         if found is None:
             return tensor
@@ -99,7 +105,7 @@ class Splitting:
         return piece
 
     def _check_rows(self, name: str, piece: Tensor) -> None:
-        """SpecDecError where torch's product of experts would fail, in the middle of a step."""
+        """SpecDecError for a piece with which torch's product of experts would fail in the middle of a step."""
         if (row_bytes := piece.shape[-1] * piece.element_size()) % _ROW_BYTES:
             raise SpecDecError(
                 f"with {self.tp_size} devices each has {row_bytes} bytes of a row of an expert's weights, which must "
@@ -118,10 +124,10 @@ class Splitting:
         return tuple(whole)
 
     def join(self, name: str, pieces: Seq[Tensor]) -> Tensor:
-        """The whole tensor from all ranks' pieces.
+        """The whole tensor, from all ranks' pieces.
 
-        A scale for all inputs of an output, equal on all ranks, becomes one scale for each rank's inputs, which means
-        the same.
+        A scale for all inputs of an output, which is equal on all ranks, becomes a scale for each rank's inputs; both
+        mean the same.
         """
         layer, _, part = name.rpartition(".")
         split = self.layers.get(layer)
@@ -200,8 +206,8 @@ def split_model(model: PreTrainedModel, layers: Seq[LayerShape], tp_size: int) -
 
 
 def _is_of_whole_mixer(plan: Mapping[str, str], name: str, model: nn.Module, layers: Seq[LayerShape]) -> bool:
-    """True for the last projection of a layer with a state whose other projections the plan leaves whole
-    (GLM-5.3-Flash: its plan names attention's projections, and the last one has the same name in both).
+    """True for the last projection of a layer with a state whose other projections the plan leaves whole. GLM-5.3-Flash
+    has such a plan: it names attention's projections, and the last projection of a mixer has the same name.
     """
     number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
     if number is None or number in {layer.layer for layer in layers}:
@@ -212,7 +218,7 @@ def _is_of_whole_mixer(plan: Mapping[str, str], name: str, model: nn.Module, lay
 
 
 def _numbers_of_heads(config: PreTrainedConfig) -> set[int]:
-    """Numbers of attention heads that layers have; Step 3.7's have two."""
+    """Numbers of attention heads that layers may have; Step 3.7's layers have two."""
     by_layer = getattr(config, "per_layer_config", None) or {}
     configs = [by_layer[i] for i in range(config.num_hidden_layers)] if by_layer else [config]
     return {one.num_attention_heads for one in configs if hasattr(one, "num_attention_heads")}
@@ -254,7 +260,7 @@ def _refuse(family: str, style: str) -> NoReturn:
 def _cuts_of_experts(
     plan: Mapping[str, str], name: str, experts: nn.Module, family: str
 ) -> tuple[tuple[str, Cut], ...]:
-    """Cut of the experts' own weights: a weight that every rank had completely would be added once a rank."""
+    """Cut of the experts' own weights. Without a cut, every rank would add a whole weight's output."""
     cuts = []
     for part, _ in experts.named_parameters():
         style = _style_of(plan, f"{name}.{part}") or f"{part} whole"
@@ -269,7 +275,7 @@ def _cuts_of_experts(
 def _cuts_of_heads(
     plan: Mapping[str, str], name: str, attention: nn.Module, family: str
 ) -> tuple[tuple[str, Cut], ...]:
-    """Cut of attention's parameters with one number a head."""
+    """Cut of attention's parameters that have one number for each head."""
     cuts = []
     for part, parameter in attention.named_parameters(recurse=False):
         style = _style_of(plan, f"{name}.{part}")
@@ -281,7 +287,7 @@ def _cuts_of_heads(
 
 
 def _refuse_parameters(model: PreTrainedModel, plan: Mapping[str, str], splits: Mapping[str, Split]) -> None:
-    """SpecDecError for parameters outside the layers that are split."""
+    """SpecDecError for parameters that are in no split layer but would have to be split."""
     known = {name for name, split in splits.items() if split.cuts}
     for name, _ in model.named_parameters():
         style = _style_of(plan, name)
@@ -302,7 +308,9 @@ def _kv_pieces(layers: Seq[LayerShape], tp_size: int, family: str) -> int:
 
 
 def _with_vocabulary(model: PreTrainedModel, splits: dict[str, Split], tp_size: int) -> Splitting:
-    """The embeddings, split like the output layer if both can be split or they are not tied; otherwise whole."""
+    """The splits with the embeddings added: split like the output layer, if both can be split or they are not tied;
+    otherwise whole.
+    """
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = {id(module): name for name, module in model.named_modules()}

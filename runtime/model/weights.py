@@ -1,4 +1,4 @@
-"""A compiled step's weights: in their own file, in the layout that the step wants, and in memory once.
+"""A compiled step's weights: in a file of their own, in the step's layout, and only once in memory.
 
 Inside the step's package they would be in memory twice, mapped and copied, and unpacked at every opening.
 """
@@ -43,9 +43,8 @@ Layout = dict[str, tuple[str, list[int]]]
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None) -> None:
-    """Write a safetensors file of contiguous tensors; tensors that share memory are written separately.
-
-    For a tensor that equals one of the `known` tensors of another step, only its name there is written.
+    """Write a safetensors file of contiguous tensors. Tensors that share memory are written separately. For a tensor
+    that equals one of the `known` tensors of another step, only that tensor's name is written.
     """
     write_weights(path, layout_of(weights), lambda: [weights], known)
 
@@ -56,9 +55,8 @@ def write_weights(
     parts: Callable[[], Iterable[Mapping[str, Tensor]]],
     known: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """`save_weights` for weights that are made in parts, one after another, all with this layout.
-
-    If `known` is given they are made twice, since the file begins with the list of known tensors.
+    """Write weights like `save_weights`, if they are made in parts, one after another, that together have this layout.
+    If `known` is given the parts are made twice, since the file begins with the list of known tensors.
     """
     shared = {name: other for part in parts() for name, other in _among(known, part)} if known else {}
     own = {name: form for name, form in layout.items() if name not in shared}
@@ -80,7 +78,7 @@ def write_weights(
 
 
 class _Written:
-    """Weights in one piece of memory, and a thread that writes them from there."""
+    """Weights in a single piece of memory, and a thread that writes them to a file."""
 
     def __init__(self, path: Path, layout: Layout, shared: dict[str, str]) -> None:
         header, self._sizes = _header(layout, {_SHARED: json.dumps(shared)} if shared else {})
@@ -132,9 +130,8 @@ _meanwhile: dict[Path, _Written] | None = None
 
 @contextmanager
 def written_meanwhile() -> Iterator[Callable[[], None]]:
-    """Have threads write weights within the block, while the weights are already used from the same memory.
-
-    The function it yields waits until all are written. For one thread at a time.
+    """Have threads write weights within the block, while the weights are already used from the same memory. The
+    function that it yields waits until all are written. Only one thread at a time may use it.
     """
     global _meanwhile
     assert _meanwhile is None
@@ -153,8 +150,8 @@ def written_meanwhile() -> Iterator[Callable[[], None]]:
 
 
 def _header(layout: Layout, metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Length and header in safetensors' form, and the bytes of each tensor in the file's order: the widest
-    dtype first.
+    """Length and header in safetensors' form, and the byte range of each tensor in the file's order: the widest dtype
+    first.
     """
     order = {name: number for number, name in enumerate(NUM_BITS)}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
@@ -174,7 +171,7 @@ def _among(known: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Iterat
 
 
 def _find(weight: Tensor, known: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor with the same bits."""
+    """The name of a known tensor with the same bits; None if there is none."""
     for name, other in known.items():
         if (other.dtype, other.shape) == (weight.dtype, weight.shape) and torch.equal(other, weight):
             return name
@@ -216,7 +213,7 @@ def _layout_in(tensors: dict[str, TensorEntry]) -> Layout:
 
 
 def _shared(path: Path, metadata: dict[str, str], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of another step that the file names."""
+    """Tensors of another step whose names the file has."""
     try:
         names = dict(json.loads(metadata.get(_SHARED, "{}")))
     except (ValueError, TypeError, RecursionError) as error:
@@ -225,16 +222,15 @@ def _shared(path: Path, metadata: dict[str, str], known: Mapping[str, Tensor]) -
 
 
 def _named(path: Path, names: dict[str, str], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The known tensors that the file names instead of its own."""
+    """The known tensors that the file names in place of its own."""
     if missing := sorted(set(names.values()) - set(known)):
         _refuse(path, f"names {len(missing)} of the target's weights that it has not, such as: {missing[0]}")
     return {name: known[other] for name, other in names.items()}
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The file's tensors, each in its own memory. Raises SafetensorError if the file is damaged.
-
-    Read, not mapped: overwriting the file later does not kill the process.
+    """The file's tensors, each in memory of its own. Raises SafetensorError if the file is damaged. The file is read,
+    not mapped, so overwriting it later does not kill the process.
     """
     if _meanwhile is not None and (written := _meanwhile.get(path)) is not None:
         written.finish()
@@ -254,7 +250,7 @@ def _entries(file: BinaryIO) -> dict[str, TensorEntry]:
 
 
 def _read(file: BufferedReader, entry: TensorEntry, values: Tensor) -> Tensor:
-    """A tensor of the file, in the bytes `values`."""
+    """A tensor of the file, made from the bytes `values`."""
     file.seek(entry.start)
     if file.readinto(values.numpy().data) != entry.num_bytes:
         raise SafetensorError("the file ends before its weights do")
@@ -285,19 +281,19 @@ def _aligned(num_bytes: int) -> int:
 
 _HUGE_PAGE = 1 << 21
 _READ_AT_ONCE = 1 << 30  # bytes: Linux reads no more than 2 GiB
-_KEPT_BYTES = 64 << 20  # of what has been read stay: the weights of small models are read once
+_KEPT_BYTES = 64 << 20  # of weights that were read are kept: small models' weights are read once
 
 
 @dataclass
 class _FileMemory:
-    """Memory in which a file's tensors have their places."""
+    """Memory in which each tensor of a file has its place."""
 
     path: Path
     file: BinaryIO
     stamp: Stamp
     address: int = 0
     entries: dict[int, TensorEntry] = field(default_factory=dict)
-    """Entries of the tensors' file, by their places."""
+    """Entries of the tensors in their file, by the tensors' offsets in the memory."""
     places: list[int] = field(default_factory=list)
     """Offsets in the memory at which tensors begin, in order."""
     num_readers: Counter[int] = field(default_factory=Counter)
@@ -305,7 +301,7 @@ class _FileMemory:
     num_filled_bytes: int = 0
 
     def place_of(self, tensor: Tensor) -> int:
-        """The file's place that this tensor lies or begins in."""
+        """The place in the file of this tensor, which may be a part of a file's tensor."""
         return self.places[bisect_right(self.places, tensor.data_ptr() - self.address) - 1]
 
     def begin(self, place: int) -> None:
@@ -336,7 +332,7 @@ class _FileMemory:
 
 
 class _Mapping(mmap.mmap):
-    """Memory that keeps what is known of it for as long as there is a tensor in it."""
+    """Memory whose description is kept as long as there is a tensor in it."""
 
     known: _FileMemory
 
@@ -345,9 +341,8 @@ _memories: WeakValueDictionary[int, _FileMemory] = WeakValueDictionary()  # by a
 
 
 def absent_weights(path: Path) -> dict[str, Tensor]:
-    """The file's tensors, each at its own address: zeros that take no memory, except while they are `present`.
-
-    Raises SafetensorError if the file is damaged. It is read and not mapped, as by `read_weights`.
+    """The file's tensors, each at an address of its own: zeros that take no memory, except while they are `present`.
+    Raises SafetensorError if the file is damaged. The file is read and not mapped, as by `read_weights`.
     """
     with ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
@@ -374,7 +369,7 @@ def absent_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _pages_of(num_bytes: int) -> int:
-    """Bytes of the pages that this many bytes occupy: huge pages, if it is more than one."""
+    """Bytes of the pages that `num_bytes` bytes occupy; these are huge pages if they need more than one."""
     page = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else mmap.PAGESIZE
     return -(-max(num_bytes, 1) // page) * page
 
@@ -386,15 +381,14 @@ def is_absent(tensor: Tensor) -> bool:
 
 def _memory_of(tensor: Tensor) -> _FileMemory | None:
     if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
-        return None  # what is traced has no memory
+        return None  # tensors of a trace have no memory
     return _memories.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
 
 @contextmanager
 def present(*those: nn.Module | Tensor) -> Iterator[None]:
-    """Load the numbers of these tensors, and of all tensors of these modules, for the block.
-
-    SpecDecError if a file has changed since its header was read.
+    """Load the numbers of these tensors, and of all tensors of these modules, within the block. SpecDecError if a file
+    has changed since its header was read.
     """
     found = ((memory, tensor) for tensor in tensors_of(those) if (memory := _memory_of(tensor)) is not None)
     places = {(memory.address, memory.place_of(tensor)): memory for memory, tensor in found}
@@ -406,7 +400,7 @@ def present(*those: nn.Module | Tensor) -> Iterator[None]:
 
 
 def tensors_of(those: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
-    """The tensors among those, and those of the modules among them."""
+    """The tensors in `those`, and the tensors of the modules in it."""
     for one in those:
         if isinstance(one, nn.Module):
             yield from one.parameters()
@@ -417,8 +411,8 @@ def tensors_of(those: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def layer_by_layer(model: nn.Module, have: Callable[..., AbstractContextManager[None]] = present) -> Iterator[None]:
-    """Within the block, call `have` for each layer of the model while that layer is called, for its embeddings and
-    output layer too, and for everything else during the whole block.
+    """Within the block, call `have` for each layer of the model while that layer is called, also for its embeddings and
+    output layer, and for everything else during the whole block.
     """
     layers = list(_layers_of(model))
     inside = {id(module) for layer in layers for module in layer.modules()}

@@ -1,1 +1,1 @@
-"""Proof of answers: receipts, fingerprints of engines, and which tokens an engine would have chosen."""
+"""Proof of answers: receipts, fingerprints of engines, and the tokens that an engine would have chosen."""

@@ -1,9 +1,9 @@
 """Checks answers against an engine, at the speed of a prompt: an answer is one long draft, computed in one pass.
 
-The engine gives the same bits for a token in a prompt and in a step. So it chooses at every position of an answer, by
-the request's own sampler (its seed's noise, penalties, the mask of its form), what it would have chosen when it
-generated, and the first token that it would not have chosen is found. Where bits may differ, an answer is checked
-within rounding, and where its draws were not the request's own, by likelihood; a finding names its rule.
+The engine gives the same bits for a token in a prompt and in a step. So at every position of an answer the check
+computes the token that the engine would have chosen, by the request's own sampler (its seed's noise, penalties, the
+grammar's mask), and finds the first token of the answer that differs. If bits may differ, an answer is checked within
+rounding. If a drafter's probabilities took part in its draws, it is checked by likelihood. A finding names its rule.
 """
 
 import dataclasses
@@ -34,28 +34,29 @@ from runtime.text.thinking import thinking_of
 from runtime.util.errors import SpecDecError
 
 MOST_DEVIATIONS = 4.5
-"""A sampled answer is unlikely if its log-probability is lower than expected by more standard deviations than this:
-3 in a million answers are."""
+"""A sampled answer counts as unlikely if its log-probability is lower than expected by more than this number of
+standard deviations; that happens to 3 in a million true answers.
+"""
 LEAST_AGREEMENT = 0.8
-"""A greedy answer of another engine is unlikely if a smaller share of its tokens are this engine's choices."""
+"""A greedy answer of another engine counts as unlikely if a smaller share of its tokens are this engine's choices."""
 
 
 class _Refused(Exception):
-    """A receipt that this engine cannot check, with the sentence that says why."""
+    """A receipt that this engine cannot check, and a sentence with the reason."""
 
 
 @dataclass(kw_only=True)
 class _Case(LongDraft):
-    """An answer on its way through the engine."""
+    """An answer that is being checked."""
 
     read: Read
     receipt: Receipt
     relation: Relation
     rule: Rule
     end: int
-    """Number of the output's tokens after which the engine ends, or the output does."""
+    """Number of the output's tokens after which the engine would end it, or after which the output ends."""
     end_reason: FinishReason | None
-    """Why the engine ends there; None: it goes on, and one row more says with which token."""
+    """Reason why the engine ends there; None if it would continue, and a further row gives its next token."""
     finding: Finding | None = None
     num_ties: int = 0
     logprob: float = 0.0
@@ -64,14 +65,13 @@ class _Case(LongDraft):
     num_agreeing: int = 0
 
     def found(self, finding: Finding) -> None:
-        """Note the first wrong token; what follows is of no interest."""
+        """Note the first wrong token; later tokens are not looked at."""
         self.finding, self.is_over = finding, True
 
 
 class Checker:
-    """An opened engine that checks answers, in their order, several at a time.
-
-    `compiled` compiles a form of outputs. `rule` is the strictest that is used: None is the one that fits each receipt.
+    """An opened engine that checks answers, in their order, several at a time. `compiled` compiles the grammars of
+    outputs. `rule` is the strictest rule to use; None for the rule that fits each receipt.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Checker:
             yield one if isinstance(one, Finding) else _finding_of(one)
 
     def _prepare(self, read: Read) -> _Case | Finding:
-        """The case of a receipt, or why there is none."""
+        """The case of a receipt, or the reason why it cannot be checked."""
         receipt = read.receipt
         relation = None if receipt is None else relation_of(receipt.fingerprint, self.fingerprint)
         name = None if receipt is None else receipt.name
@@ -142,7 +142,7 @@ class Checker:
         )
 
     def request(self, receipt: Receipt) -> Request:
-        """The request that was answered; SpecDecError if this engine cannot be asked it."""
+        """The request that was answered; SpecDecError if this engine cannot answer such a request."""
         stop_check = None
         if receipt.stop_words:
             if self._tokenizer is None:
@@ -175,7 +175,7 @@ class Checker:
         return thinking_of(form, self._tokenizer)
 
     def _judge(self, cases: Seq[_Case], all_logits: Seq[Tensor]) -> None:
-        """Judge the next rows of each."""
+        """Judge the next rows of each case."""
         by_tokens = [i for i, case in enumerate(cases) if case.rule != "likelihood"]
         asked = [cases[i].positions(cases[i].num_judged, all_logits[i]) for i in by_tokens]
         for i, chosen in zip(by_tokens, choose_all(asked), strict=True):
@@ -206,7 +206,7 @@ class Checker:
             place += 1
 
     def _is_tie(self, case: _Case, place: int, row: Tensor, token: int) -> bool:
-        """True if rounding may have made the answer's token of the engine's."""
+        """True if rounding may decide between the answer's token and the engine's."""
         other = case.token_at(place)
         if other is None:
             return False
@@ -253,7 +253,9 @@ def _rule_of(receipt: Receipt, relation: Relation, *, is_invariant: bool) -> Rul
 
 
 def _end_of(request: Request, output: Seq[int]) -> tuple[int, FinishReason | None]:
-    """Number of tokens after which the engine ends this output, and why; None at the end of one that goes on."""
+    """Number of tokens after which the engine ends this output, and the reason; None as reason if the engine would
+    continue.
+    """
     sequence = Sequence(request, list(request.prompt_tokens))
     for num_tokens, token in enumerate(output, 1):
         sequence.tokens.append(token)
@@ -263,7 +265,7 @@ def _end_of(request: Request, output: Seq[int]) -> tuple[int, FinishReason | Non
 
 
 def _margin(case: _Case, prefix: list[int], row: Tensor, token: int, other: int) -> float | None:
-    """Logits between two tokens, with the noise of sampling; None where one cannot be chosen."""
+    """Difference of the logits of two tokens, with the noise of sampling; None if one token cannot be chosen."""
     ranking = case.sampler.ranking(prefix, row)
     temperature = 1.0 if case.sampler.is_greedy else case.request.sampling.temperature
     margin = float(ranking[token] - ranking[other]) * temperature
@@ -271,14 +273,14 @@ def _margin(case: _Case, prefix: list[int], row: Tensor, token: int, other: int)
 
 
 def _probs(case: _Case, prefix: list[int], row: Tensor) -> Tensor:
-    """[vocab] float64 probabilities: of a greedy request those of its scores."""
+    """Probabilities float64 [vocab]; for a greedy request, of its scores."""
     if case.sampler.is_greedy:
         return case.sampler.scores(prefix, row).double().softmax(-1)
     return case.sampler.probs(prefix, row)
 
 
 def _wrong(case: _Case, place: int, row: Tensor, token: int) -> Finding:
-    """The answer's token at `place` is not the engine's `token`, or the answer has ended there."""
+    """Note that the answer's token at `place` is not the engine's `token`, or that the answer has ended there."""
     prefix, other = case.prefix(place), case.token_at(place)
     if other is None:
         return _finding_of(
@@ -300,7 +302,7 @@ def _wrong(case: _Case, place: int, row: Tensor, token: int) -> Finding:
 
 
 def _finding_of(case: _Case, **found: object) -> Finding:
-    """Finding of a case: `found`, or without it what its tokens and its end say."""
+    """The finding of a case: the first wrong token, or, without one, the result from its tokens and its end."""
     common = Finding(
         where=case.read.where,
         name=case.receipt.name,
@@ -341,7 +343,7 @@ def _by_likelihood(case: _Case, common: Finding) -> Finding:
 
 
 def _wrong_end(case: _Case) -> str | None:
-    """Sentence on the wrong end of an answer whose tokens are right; None if the end is right too."""
+    """A sentence on the wrong end of an answer whose tokens are right; None if the end is right too."""
     if case.end < len(case.output):
         return f"the answer goes on where the engine ends ({case.end_reason})"
     if case.end_reason != case.receipt.finish_reason:

@@ -1,8 +1,8 @@
-"""An engine's fingerprint: a digest of its logits after fixed tokens, and what these bits depend on.
+"""An engine's fingerprint: a digest of its logits after fixed tokens, and the facts that these bits depend on.
 
-Two engines with the same digest give the same bits, on whatever machine and by whatever build, as far as 48 tokens
-show; a check of answers (`runtime.proof.check`) looks at all the others. What is recorded beside the digest says why
-two digests differ.
+Two engines with the same digest give the same bits, on whatever machine and from whatever build, as far as 48 tokens
+show; a check of answers (`runtime.proof.check`) looks at all other tokens. The facts recorded beside the digest explain
+why two digests differ.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _DIGEST_LEN = 16
 
 
 def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
-    """The fingerprint of an opened engine: two steps, of 48 tokens in all."""
+    """The fingerprint of an opened engine, computed in two steps of 48 tokens in all."""
     config = engine.config
     quantization = config.quantization
     formats = (
@@ -59,9 +59,8 @@ def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
 
 
 def layers_of_all_ranks(config: EngineConfig) -> tuple[LayerShape, ...]:
-    """The layers of the whole model, whose heads of keys and values a split engine shares out to its ranks.
-
-    Two heads on four ranks are one head on each, twice.
+    """The layers of the whole model, whose K/V heads a split engine distributes over its ranks. Two heads on four ranks
+    mean a head on each rank, and each head twice.
     """
     tp_size, num_heads = config.mapping.tp_size, config.pretrained_config.get("num_key_value_heads")
     if tp_size == 1:
@@ -84,7 +83,9 @@ def _num_tokens(engine: Engine) -> int:
 
 
 def fixed_tokens(vocab_size: int, num_tokens: int) -> list[int]:
-    """Ids from all over the vocabulary, the same everywhere: the high bits of a linear congruential generator."""
+    """Token ids from all over the vocabulary, the same on every machine: the high bits of a linear congruential
+    generator.
+    """
     state, tokens = 1, []
     for _ in range(num_tokens):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
@@ -93,12 +94,11 @@ def fixed_tokens(vocab_size: int, num_tokens: int) -> list[int]:
 
 
 def digest_of_logits(engine: Engine) -> str | None:
-    """Digest of the bytes of all logits after fixed tokens: of all but one as a prompt, of the last as a step.
-
-    None: other generations hold the room, and go on first.
+    """Digest of the bytes of all logits after fixed tokens: all tokens but one are computed as a prompt, and the last
+    as a step. None if other generations hold the K/V blocks and must be continued first.
     """
     tokens = fixed_tokens(engine.config.vocab_size, _num_tokens(engine))
-    # The last token alone is the request's prompt for the loop: nothing of it is found in the cache, nor looked up.
+    # For the loop, the last token alone is the request's prompt: none of it is looked up or found in the cache.
     sequence = Sequence.start(Request(0, tuple(tokens), 1))
     with engine.without_disk():
         engine.clear_cache()
@@ -122,7 +122,7 @@ def _digest_of(tensors: Seq[Tensor]) -> str:
 
 
 def read_fingerprint(path: Path) -> Fingerprint:
-    """The fingerprint in a JSON file; SpecDecError names the file."""
+    """The fingerprint in a JSON file; SpecDecError names the file if it has none."""
     data = parse_json(read_utf8(path), path)
     found = data.get("fingerprint", data) if isinstance(data, dict) else data
     return parse(Fingerprint, found, str(path))

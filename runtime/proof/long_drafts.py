@@ -1,4 +1,4 @@
-"""Outputs computed as one long draft each: the logits of all their positions, several outputs at a time."""
+"""Outputs computed as a long draft each: the logits of all their positions, several outputs at a time."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -16,26 +16,28 @@ from runtime.loop.step import make_room
 from runtime.util.errors import SpecDecError
 
 _MOST_LOGITS = 1 << 23
-"""Logits of one output that are computed at once."""
+"""Logits (numbers) of an output that are computed at once."""
 MOST_LOGITS_OF_GROUP = 1 << 25
-"""Logits of outputs that are computed together."""
+"""Logits (numbers) of all outputs that are computed together."""
 
 
 @dataclass
 class LongDraft:
-    """An output, and how far it has been judged: row i of its logits is after i of its tokens."""
+    """An output, and the number of its tokens that have been judged. Row i of its logits comes after i of
+    its tokens.
+    """
 
     request: Request
     output: tuple[int, ...]
     num_rows: int
-    """Rows of logits that are wanted, at most one more than the output has tokens."""
+    """Number of rows of logits that are wanted, at most one more than the output's tokens."""
     num_judged: int = 0
     problem: str | None = None
-    """Why the engine cannot compute it."""
+    """Reason why the engine cannot compute the output; None if it can."""
     is_over: bool = False
     """True once no more rows are wanted."""
     sequence: Sequence = field(init=False)
-    """Its tokens are those to compute: the prompt, and the output before the last row."""
+    """Sequence of the tokens to compute: the prompt, and the output's tokens before the last row."""
     sampler: Sampler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +52,7 @@ class LongDraft:
         return self.output[place] if place < len(self.output) else None
 
     def positions(self, place: int, logits: Tensor) -> Positions:
-        """Positions of [rows, vocab] logits, of which the first is after `place` tokens of the output."""
+        """Positions for logits [rows, vocab], the first of which comes after `place` tokens of the output."""
         return Positions(self.sampler, self.prefix(place), self.output[place : place + len(logits) - 1], logits)
 
 
@@ -60,14 +62,16 @@ Judge = Callable[[list[Draft], list[Tensor]], None]
 
 @dataclass
 class LongDrafts(Generic[Draft]):
-    """Computes outputs on an engine, and hands the next rows of each to `judge`, at most `most_rows` of one at once."""
+    """Computes outputs on an engine, and hands the next rows of each output to `judge`, at most `most_rows` rows of an
+    output at once.
+    """
 
     engine: Engine
     judge: Judge[Draft]
     most_rows: int | None = None
 
     def compute(self, drafts: list[Draft]) -> None:
-        """Compute all of them, in their order."""
+        """Compute all outputs, in their order."""
         while drafts:
             some = partial(self._compute_without_disk, drafts)
             drafts = self.engine.turns.take_with_room(some)
@@ -77,10 +81,11 @@ class LongDrafts(Generic[Draft]):
             return self._compute_some(drafts)
 
     def _compute_some(self, drafts: list[Draft]) -> list[Draft] | None:
-        """Compute the first of them; returns the others. None: other generations hold the room, and go on first.
+        """Compute the first of the outputs; returns the others. None if other generations hold the K/V blocks and must
+        be continued first.
 
-        Short ones are computed together, up to one that is long: that fills the machine by itself, and the next may
-        find its keys and values. So of eight answers to one prompt, the prompt is computed once.
+        Short outputs are computed together, up to the first long one, which uses the whole machine by itself; the next
+        may then find its keys and values. So for eight answers to one prompt, the prompt is computed once.
         """
         admitted: list[Draft] = []
         try:
@@ -105,7 +110,9 @@ class LongDrafts(Generic[Draft]):
         return drafts[len(admitted) :]
 
     def _make_room(self, drafts: list[Draft]) -> list[Draft] | None:
-        """Have other generations give blocks to the first. As `_compute_some`; it gets a problem if none can."""
+        """Have other generations give blocks to the first output. Returns like `_compute_some`; the output gets a
+        problem if no generation can give any.
+        """
         first, num_tokens = drafts[0], self.engine.num_cache_tokens
         if self.engine.cache_usage == 0:
             num_needed = len(first.sequence.tokens)
@@ -118,7 +125,9 @@ class LongDrafts(Generic[Draft]):
             return drafts[1:]
 
     def _admit(self, draft: Draft) -> bool:
-        """Give the draft K/V blocks for all its tokens; the cache may have its prompt. False: there is no room now."""
+        """Give the draft K/V blocks for all its tokens; the cache may have its prompt. False if there is
+        no room now.
+        """
         sequence, tokens = draft.sequence, draft.sequence.tokens
         most = self.engine.config.build_config.max_request_len
         if len(tokens) > most:
@@ -139,7 +148,7 @@ class LongDrafts(Generic[Draft]):
         return False
 
     def _forward(self, drafts: Seq[Draft]) -> list[Tensor]:
-        """[rows, vocab] logits of each: the next of those that it needs."""
+        """Logits [rows, vocab] for each draft: the next rows that it needs."""
         engine = self.engine
         most = max(1, min(self.most_rows or engine.max_num_tokens, _MOST_LOGITS // engine.config.vocab_size))
         rows: list[Row] = []

@@ -1,9 +1,9 @@
-"""Receipts: per answer one JSON line that says all that its tokens follow from, so that anyone can check them.
+"""Receipts: for each answer a JSON line with everything that its tokens follow from, so that anyone can check them.
 
-A token is a function of the tokens before, of the engine and of the request: sampling with its seed and the index of
-the output, the form of the text, and what ends it. The drafter is no part of a receipt, because it changes no token.
-Only drafts that are verified by probabilities draw with other numbers; `drawn` says so, and such an answer is checked
-by its likelihood.
+A token is a function of the tokens before it, of the engine and of the request: the sampling parameters with the seed
+and the output's index, the grammar, and the conditions that end the output. The drafter is no part of a receipt,
+because it changes no token. The exception are drafts that are verified by probabilities, which draw with other random
+numbers; `drawn` says so, and such an answer is checked by its likelihood.
 """
 
 import codecs
@@ -54,14 +54,16 @@ def receipt_of(
 
 
 def write_receipts(path: Path, sequences: Iterable[Sequence], fingerprint: Fingerprint, form: IdsForm) -> None:
-    """A line for each finished sequence. The file is whole or as it was."""
+    """Write a line for each finished sequence. The file is replaced as a whole; if that fails the old file stays."""
     lines = (receipt_of(one, fingerprint, name=one.request.label, form=form).line for one in sequences)
     write_file(path, "".join(lines).encode())
 
 
 @dataclass(frozen=True)
 class Read:
-    """A receipt as it was read: `problem` says in one sentence why there is none, or what is wrong with it."""
+    """A line that was read: a receipt, or None with a `problem`, a sentence that says why there is no receipt or what
+    is wrong with it.
+    """
 
     where: str
     receipt: Receipt | None
@@ -73,9 +75,8 @@ Answers = Mapping[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def read_receipts(path: Path, answers: Answers | None = None) -> Iterator[Read]:
-    """The receipts of a file, line after line: receipts, a batch's results or a server's answers that have some.
-
-    What is wrong with a line is said of that line alone. SpecDecError if the file cannot be read.
+    """The receipts of a file, line after line. A line is a receipt, a batch's result or a server's answer that has
+    receipts. If something is wrong with a line, its own `Read` says so. SpecDecError if the file cannot be read.
     """
     check_regular(path)
     try:
@@ -111,7 +112,7 @@ def _read_line(line: bytes, where: str, answers: Answers) -> Iterator[Read]:
 
 
 def parse_line(line: bytes, where: str) -> Any:
-    """The JSON value of a line. Raises SpecDecError, naming `where`, for a line that is cut or damaged."""
+    """The JSON value of a line. SpecDecError, naming `where`, for a line that is cut off or damaged."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -126,7 +127,9 @@ def parse_line(line: bytes, where: str) -> Any:
 
 
 def rows_in(data: Any) -> Iterator[dict[str, Any]]:
-    """The receipts in a line: itself, or those of an answer or its choices, which a batch has in a `response`."""
+    """The receipts in a line: the line itself, or the receipts of an answer or its choices, which in a batch's result
+    are inside `response`.
+    """
     if not isinstance(data, dict):
         return
     if isinstance(data.get("fingerprint"), dict):
@@ -139,7 +142,9 @@ def rows_in(data: Any) -> Iterator[dict[str, Any]]:
 
 
 def body_of(data: Any) -> dict[str, Any]:
-    """The answer in a line of a batch's results, in an event that ends a response, or a server's answer itself."""
+    """The answer in a line of a batch's results, in the event that ends a response, or the line itself if it is a
+    server's answer.
+    """
     response = data.get("response") if isinstance(data, dict) else None
     body = response.get("body", response) if isinstance(response, dict) else data
     return body if isinstance(body, dict) else {}
@@ -151,7 +156,7 @@ def choices_of(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def read_row(row: object, where: str, answers: Answers) -> Read:
-    """A receipt's object; its problem is a sentence about `where`."""
+    """The receipt in a JSON object; if something is wrong, its problem is a sentence about `where`."""
     if not isinstance(row, Mapping):
         return Read(where, None, f"{where} has no receipt: {shown(row)}")
     row = dict(row)

@@ -1,4 +1,6 @@
-"""Records of proofs: an engine's fingerprint, the receipt of an answer, and what a check found. Imports no torch."""
+"""Records of proofs: an engine's fingerprint, the receipt of an answer, and the finding of a check.
+Imports no torch.
+"""
 
 import json
 from collections.abc import Sequence as Seq
@@ -13,16 +15,17 @@ from runtime.util.cache import digest
 from runtime.util.reading import shown
 
 Relation = Literal["same", "other_machine", "faulty", "other_engine", "other_model"]
-"""An engine beside another: the same bits; other bits on another machine, version or build; other bits although all
-that they depend on is the same; other weights or another precision; or another model or tokenizer."""
+"""Relation of another engine to this one: the same bits; other bits because of another machine, version or build; other
+bits although all facts are the same; other weights or another precision; or another model or tokenizer.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Digest of an engine's bits, and all that they depend on."""
+    """Digest of an engine's bits, and all facts that they depend on."""
 
     logits: str
-    """Digest of the logits of fixed tokens: the same for engines that give the same bits."""
+    """Digest of the logits of fixed tokens; the same for engines that give the same bits."""
     weights: str
     """Digest of the weights as the engine has them."""
     architecture: str
@@ -32,7 +35,7 @@ class Fingerprint:
     vocab_size: Size
     dtype: Dtype
     quantization: str | None
-    """Formats of quantized weights, activations, keys and values; null where nothing is quantized."""
+    """Formats of quantized weights, activations, keys and values; null if nothing is quantized."""
     tp_size: Size
     compiler: Compiler
     processor: str
@@ -42,13 +45,13 @@ class Fingerprint:
     torch: str
     specdec_version: str | None
     batch_invariant: bool
-    """True if a token's logits are the same bits whatever else is in its step: only then is a check exact."""
+    """True if a token's logits have the same bits whatever else is in its step. Only then is a check exact."""
     num_tokens: Size = 48
-    """Fixed tokens: fewer than 48 for an engine whose requests have fewer."""
+    """Number of fixed tokens: 48, or fewer for an engine whose requests have fewer."""
 
     @property
     def name(self) -> str:
-        """`system_fingerprint` of OpenAI's protocol."""
+        """Name of the fingerprint, for the field `system_fingerprint` of OpenAI's protocol."""
         return f"fp_{self.logits}"
 
 
@@ -67,7 +70,7 @@ _OF_MACHINE = {
 
 
 def relation_of(theirs: Fingerprint, ours: Fingerprint) -> Relation:
-    """`theirs` beside `ours`."""
+    """Relation of the engine `theirs` to the engine `ours`."""
     if theirs.architecture != ours.architecture or theirs.tokenizer != ours.tokenizer:
         return "other_model"
     if any(getattr(theirs, name) != getattr(ours, name) for name in _OF_ENGINE):
@@ -100,7 +103,7 @@ def _differences(named: dict[str, str], theirs: Fingerprint, ours: Fingerprint) 
 
 
 def _differing(theirs: Any, ours: Any) -> tuple[str, str]:
-    """Two values in words; of lists what only one of them has."""
+    """Two values in words; for lists, the elements that only one of them has."""
     if isinstance(theirs, tuple):
         there, here = (" ".join(sorted({*one} - {*other})) for one, other in ((theirs, ours), (ours, theirs)))
         return f"also {in_words(there)}" if there else "no more", f"also {in_words(here)}" if here else "no more"
@@ -108,48 +111,50 @@ def _differing(theirs: Any, ours: Any) -> tuple[str, str]:
 
 
 def in_words(value: Any) -> str:
-    """A value of a fingerprint as a sentence shows it: receipts are written by anyone."""
+    """A value of a fingerprint as a sentence shows it: cut and escaped, since anyone may have written the receipt."""
     text = "none" if value is None else str(value)
     return text if text.isprintable() and len(text) <= 100 else shown(text)
 
 
 FORMAT_VERSION = 1
 IdsForm = Literal["ids", "digests"]
-"""Receipts with token ids, or with their digests alone: those who check must have the ids from elsewhere."""
+"""Form of receipts: with token ids, or with digests alone. With digests, whoever checks must have the ids from
+elsewhere.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """An answer, and all that its tokens follow from."""
+    """An answer, and everything that its tokens follow from."""
 
     format_version: int = FORMAT_VERSION
     name: str | None = None
-    """Name of the request, such as an answer's id; null without one."""
+    """Name of the request, such as an answer's id; null if it has none."""
     fingerprint: Fingerprint
     prompt_ids: tuple[Count, ...] | None
-    """Token ids of the prompt, as it was computed; null where only their digest is told."""
+    """Token ids of the prompt, as it was computed; null if the receipt has only their digest."""
     output_ids: tuple[Count, ...] | None
-    """Token ids of the output, an end id included; null where only their digest is told."""
+    """Token ids of the output, an end id included; null if the receipt has only their digest."""
     prompt_digest: str
     output_digest: str
     return_index: Count = 0
-    """Index among the outputs of one prompt, which tells their noise apart."""
+    """Index among the outputs of the prompt, which makes their noise different."""
     max_new_tokens: Size
     end_ids: tuple[Count, ...]
     stop_words: tuple[str, ...]
     grammar: Grammar | None
-    """Form of the output; null without one."""
+    """Grammar of the output; null without one."""
     thinking: str | None = None
     """Name of the format in which the model thinks, if there is a budget for it."""
     sampling: SamplingConfig
     drawn: Literal["by_tokens", "by_probabilities"] = "by_tokens"
-    """`by_probabilities`: a drafter's own probabilities took part in the draws (rejection sampling)."""
+    """`by_probabilities` if a drafter's own probabilities took part in the draws (rejection sampling)."""
     finish_reason: FinishReason
     digest: str = ""
     """Digest of all other fields, as written."""
 
     def as_json(self) -> dict[str, Any]:
-        """The line's object, with its digest."""
+        """The JSON object of the receipt, with its digest."""
         values = {name: value for name, value in as_json(self).items() if name != "digest"}
         row: dict[str, Any] = json.loads(json.dumps(values))
         return row | {"digest": line_digest(row)}
@@ -160,7 +165,7 @@ class Receipt:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """The line of a receipt's object."""
+    """The JSON line of a receipt's object."""
     return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
@@ -170,42 +175,42 @@ def ids_digest(tokens: Seq[int]) -> str:
 
 
 Rule = Literal["tokens", "rounding", "likelihood"]
-"""Rules of a check: token by token; the same, but for ties that rounding decides; or by probabilities."""
+"""Rules of a check: token by token; token by token except for ties that rounding decides; or by probabilities."""
 Verdict = Literal["exact", "within_rounding", "likely", "wrong", "unlikely", "not_checked"]
 PASSED: frozenset[Verdict] = frozenset({"exact", "within_rounding", "likely"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of checking one answer. `place`, `token` and the following fields are of the first wrong token."""
+    """Result of checking an answer. `place`, `token` and the following fields describe the first wrong token."""
 
     where: str
     name: str | None = None
     verdict: Verdict
     rule: Rule | None = None
     relation: Relation | None = None
-    """The engine of the receipt beside this one; null where there is no receipt."""
+    """Relation of the receipt's engine to this one; null if there is no receipt."""
     num_tokens: int = 0
     place: int | None = None
-    """Position in the output of the first token that is not the engine's."""
+    """Index in the output of the first token that is not the engine's."""
     token: int | None = None
-    """The answer's token there; null where it has ended."""
+    """The answer's token at that place; null if the answer has ended there."""
     engine_token: int | None = None
-    """The engine's choice there; null where it ends, or can choose nothing."""
+    """The engine's choice at that place; null if it ends the output there, or no token can be chosen."""
     probability: float | None = None
     """Probability that the engine gives to the answer's token."""
     rank: int | None = None
-    """1 for the token with the largest score; null for one that cannot be chosen."""
+    """Rank of the answer's token: 1 for the token with the largest score; null for a token that cannot be chosen."""
     gap: float | None = None
-    """Logits between the two tokens, with the noise of sampling; null where one cannot be chosen."""
+    """Difference of the logits of the two tokens, with the noise of sampling; null if one cannot be chosen."""
     num_ties: int = 0
-    """Tokens that are not the engine's, by no more than rounding."""
+    """Number of tokens that differ from the engine's by no more than rounding."""
     agreement: float | None = None
-    """Checked by likelihood: share of the answer's tokens that are the engine's choices."""
+    """Share of the answer's tokens that are the engine's choices, for a check by likelihood."""
     deviations: float | None = None
-    """Checked by likelihood: log-probability of the answer less the expected one, in standard deviations."""
+    """Log-probability of the answer less the expected one, in standard deviations, for a check by likelihood."""
     reason: str | None = None
-    """Sentence that says what is wrong."""
+    """A sentence that says what is wrong."""
 
     @property
     def passed(self) -> bool:

@@ -1,8 +1,8 @@
-"""Jinja's sandbox with bounds on single operations: a chat template is a program that comes with a model.
+"""Jinja's sandbox with limits on single operations: a chat template is a program that comes with a model.
 
 The server ends a template's loop between two operations (`ended_after` in its conversations), but cannot end a single
 operation: `9 ** (9 ** 9)`, `"a" * 10 ** 10` and `"%9999999999d" % 1` would hold the interpreter, or take all memory.
-Joining texts (`~`, `join`, `replace`) is not bounded: a template that doubles a text again and again is ended by time.
+Joining texts (`~`, `join`, `replace`) is not limited: a template that doubles a text again and again is ended by time.
 """
 
 import re
@@ -17,20 +17,20 @@ from jinja2.filters import do_format
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MOST_BITS = 1 << 16
-"""Size of a whole number."""
+"""Most bits of a whole number."""
 _MOST_LENGTH = 1 << 24
-"""Length of what `*` and `+` make."""
+"""Most elements or characters in the result of `*` and `+`."""
 _MOST_WIDTH = 100_000
-"""Widths and counts that filters and methods are given: jinja's own bound of `range`."""
+"""Largest width or count for filters and methods; it is jinja's own limit of `range`."""
 _SIZED = ("batch", "center", "indent", "round", "slice", "tojson", "wordwrap")
 _WIDE = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{6,}|\d*\.(?:\*|\d{6,}))")
-"""A conversion of `%` with a width or a precision of six digits or more, or one that is an argument."""
+"""A conversion of `%` with a width or a precision of six digits or more, or with a width that is an argument."""
 _WIDE_FIELD = re.compile(r"\{[^}]*(?:\d{6,}|\{)")
 _compiling = Lock()
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, with every operation bounded. An operation that would take too long
+    """transformers' environment for chat templates, with every operation limited. An operation that would take too long
     raises SecurityError when it is reached.
     """
 
@@ -41,7 +41,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.bound_filters()
 
     def bound_filters(self) -> None:
-        """Bound those filters that take a width or a count."""
+        """Limit the filters that take a width or a count."""
         for name in _SIZED:
             if not hasattr(self.filters[name], "__wrapped__"):
                 self.filters[name] = _bounded(self.filters[name])
@@ -79,7 +79,7 @@ def compile_bounded(text: str) -> None:
 
 
 def _size(operator: str, left: Any, right: Any) -> Any:
-    """Size of an operation's result, as a multiple of the allowed size."""
+    """Size of an operation's result, divided by the allowed size."""
     is_number = isinstance(left, int) and isinstance(right, int)
     if operator == "**":
         return left.bit_length() * right / _MOST_BITS if is_number and abs(left) > 1 else 0
@@ -99,7 +99,7 @@ def _is_wide(text: str | bytes) -> bool:
 
 
 def _format(value: str, *args: Any, **named: Any) -> str:
-    """jinja's filter `format`."""
+    """jinja's filter `format`, with its widths checked."""
     if _is_wide(str(value)):
         raise SecurityError("a field of `format` is too wide")
     return do_format(value, *args, **named)

@@ -1,9 +1,9 @@
-"""Formats in which models write calls of tools and their reasoning: one table, looked up by the text of a chat
-template.
+"""Formats in which models write tool calls and reasoning: one table, looked up by the text of a chat template.
 
-A format says what stands around a call, and how its name and arguments are written. The parser (`runtime.text.parser`)
-reads it and ignores extra white space; the grammar (`runtime.text.call_grammar`) holds an output to it, as models were
-trained to write it. The formats come from the chat templates that the models' makers publish.
+A format describes the text around a call, and how the call's name and arguments are written. The parser
+(`runtime.text.parser`) reads this form and ignores extra white space; the grammar (`runtime.text.call_grammar`) holds
+an output to it, as models were trained to write it. The formats come from the chat templates that the models' makers
+publish.
 
 The functions at the end turn the arguments of a call, in each format's notation, into JSON.
 """
@@ -21,7 +21,7 @@ from runtime.util.words import word_among
 
 @dataclass(frozen=True)
 class JsonCall:
-    """`{"name": …, "arguments": {…}}`. As a list: `[{…}, {…}]`."""
+    """Calls as JSON: `{"name": …, "arguments": {…}}`, or a list of calls: `[{…}, {…}]`."""
 
     arguments: str = "arguments"
     is_list: bool = False
@@ -29,7 +29,9 @@ class JsonCall:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """A name, a mark, and the arguments as JSON, with a text before the name and a text after the arguments."""
+    """Calls with a name, a mark, and the arguments as JSON, with a text before the name and a text after the
+    arguments.
+    """
 
     mark: str
     before: str = ""
@@ -38,7 +40,9 @@ class NamedCall:
 
 @dataclass(frozen=True)
 class TaggedCall:
-    """A name and each argument between tags. Text arguments are written as they are, other values as JSON."""
+    """Calls in which the name and each argument stand between tags. Text arguments are written as they are, other
+    values as JSON.
+    """
 
     name_open: str
     name_close: str
@@ -48,17 +52,17 @@ class TaggedCall:
     value_close: str
     end: str
     value_space: str = ""
-    """White space around a value, which is no part of it."""
+    """White space around a value, which is not part of it."""
 
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """`[name(key=value, …), …]`, values in Python's notation."""
+    """Calls in Python's notation: `[name(key=value, …), …]`."""
 
 
 @dataclass(frozen=True)
 class BareCall:
-    """`call:name{key:value,…}`: keys without quotes, and texts between this format's own marks."""
+    """Calls such as `call:name{key:value,…}`: keys have no quotes, and texts stand between marks of this format."""
 
     quote: str
     before: str = "call:"
@@ -66,7 +70,7 @@ class BareCall:
 
 @dataclass(frozen=True)
 class HarmonyCall:
-    """gpt-oss's messages: each has a channel, and a message that is a call has a recipient."""
+    """Calls as messages of gpt-oss: each message has a channel, and a message that is a call has a recipient."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,17 @@ class ToolFormat:
     name: str
     call: JsonCall | NamedCall | TaggedCall | PythonCalls | BareCall | HarmonyCall
     known_by: tuple[tuple[str, ...], ...]
-    """Texts in a chat template: it is this format where all of one of these are."""
+    """Groups of texts. A chat template that has all texts of a group uses this format."""
     opens: tuple[str, ...] = ()
     close: str = ""
     space: str = ""
-    """White space inside of `open` and `close`."""
+    """White space behind `open` and before `close`."""
     between: str = ""
     begin: str = ""
-    """Around all calls of an output."""
+    """Text before all calls of an output."""
     end: str = ""
     starts_output: bool = False
-    """True if nothing need mark a call: an output that begins like one is one."""
+    """True if calls need no mark: an output that begins like a call is a call."""
 
     @property
     def open(self) -> str:
@@ -103,7 +107,7 @@ class ReasoningFormat:
     close: str
     also_closed_by: tuple[str, ...] = ()
     end: str = ""
-    """Text that is forced where a budget for thinking is spent, if it is more than `close`."""
+    """Text that is forced when a budget for thinking is spent, if it is more than `close`."""
 
     @property
     def closes(self) -> tuple[str, ...]:
@@ -197,7 +201,7 @@ TOOL_FORMATS = (
         starts_output=True,
     ),
 )
-"""Formats whose marks are more special come first."""
+"""Formats of tool calls, in order of search: formats with more special marks come first."""
 
 REASONING_FORMATS = (
     ReasoningFormat("think", "</think>", "<think>", "</think>"),
@@ -262,7 +266,7 @@ class Tool:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema names, its alternatives included."""
+    """The JSON types that a schema and its alternatives name."""
     if not isinstance(schema, Mapping):
         return frozenset()
     kind = schema.get("type")
@@ -290,7 +294,7 @@ def escaped(text: str) -> str:
 
 
 def unquoted(text: str) -> str:
-    """The object in a JSON text whose value is itself JSON of an object; otherwise the text unchanged."""
+    """The object in a JSON text whose value is a text with the JSON of an object; any other text unchanged."""
     inner = str(loaded(text))
     try:
         return inner if isinstance(json.loads(inner), dict) else text
@@ -306,7 +310,9 @@ def loaded(text: str) -> Any:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """JSON of a value written as text: a value of one of `types` if the text is one, otherwise a JSON string."""
+    """JSON of a value written as text: a value of one of `types` if the text is such a value, otherwise a
+    JSON string.
+    """
     text = text.strip()
     if text in ("True", "False", "None"):
         text = json.dumps(ast.literal_eval(text))
@@ -376,7 +382,7 @@ def _python_value(node: ast.AST) -> Any:
 
 
 class BareValues:
-    """Reads `{key:value,…}` in which texts stand between the format's own marks."""
+    """Reads `{key:value,…}`, in which texts stand between the format's own marks."""
 
     def __init__(self, text: str, quote: str) -> None:
         self._text, self._quote, self._at = text, quote, 0
@@ -436,7 +442,7 @@ class BareValues:
         return is_next
 
     def _until(self, marks: str) -> str:
-        """Text before a mark, or before any of several characters."""
+        """Text before a mark, or before the first of several characters."""
         ends = [marks] if marks == self._quote else list(marks)
         found = [i for one in ends if (i := self._text.find(one, self._at)) >= 0]
         if not found:

@@ -40,13 +40,13 @@ _CLOSED = ("anyOf", "oneOf", "allOf", "$ref", "additionalProperties", "patternPr
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls that an output may have. `auto`: none too, and text; `required`: nothing but calls; `none`: only text."""
+    """Calls that an output may have. `auto`: calls, text, or both; `required`: only calls; `none`: only text."""
 
     tools: tuple[Tool, ...]
     choice: Literal["none", "auto", "required"]
     are_parallel: bool = True
     schema: Mapping[str, Any] | None = None
-    """Schema of an output that has no call."""
+    """Schema for an output that has no call."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SpecialIds:
 def call_grammar(
     calls: Calls, form: ToolFormat, reasoning: ReasoningFormat | None, special: SpecialIds, *, in_reasoning: bool
 ) -> str | None:
-    """Grammar for an output, after its reasoning; None if nothing is constrained."""
+    """Grammar for an output, applied after its reasoning; None if nothing is constrained."""
     if calls.choice != "required" and form.starts_output and calls.schema is None:
         return None
     writer = _Writer(special, form, is_free=calls.choice == "auto")
@@ -82,7 +82,7 @@ def call_grammar(
 
 
 def schema_grammar(schema: str, reasoning: ReasoningFormat, special: SpecialIds) -> str:
-    """Grammar for JSON under a schema, after reasoning that the prompt has opened."""
+    """Grammar for JSON under a schema, applied after reasoning that the prompt has opened."""
     writer = _Writer(special, None, is_free=False)
     return writer.text(f"{writer.thought(reasoning, in_reasoning=True)} {writer.json(json.loads(schema), _STYLE)}")
 
@@ -99,7 +99,7 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Section:
-    """The calls of an output: the rule that opens them, the rule for the rest, and the rule for both."""
+    """Rules for the calls of an output: the rule that opens them, the rule for the rest, and the rule for both."""
 
     open: str
     rest: str
@@ -113,7 +113,7 @@ class _Writer:
         self._special, self._form, self._is_free = special, form, is_free
         self._rules: dict[str, str] = {}
         self._num_characters = 0
-        """Characters of the schemas so far."""
+        """Characters in the schemas so far."""
         names = sorted(special.by_name, key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, names))) if names else None
 
@@ -129,7 +129,7 @@ class _Writer:
     # Terminals
 
     def literal(self, text: str) -> str:
-        """A rule for a text; names of special tokens in it stand for these tokens."""
+        """A rule for a text. Names of special tokens in it stand for these tokens."""
         parts, at = [], 0
         for match in self._split.finditer(text) if self._split is not None else ():
             parts += [_quoted(text[at : match.start()]), f"<[{self._special.by_name[match[0]]}]>"]
@@ -158,7 +158,7 @@ class _Writer:
         return f"%json {text}"
 
     def _others(self, *tags: str) -> str | None:
-        """A rule for any special token that is not among these and does not end the output."""
+        """A rule for any special token that has no rule in the grammar and does not end the output."""
         used = {self._special.by_name[tag] for tag in tags if self._is_token(tag)} | self._special.end_ids
         ids = sorted(set(self._special.by_name.values()) - used)
         return f"<[{','.join(map(str, ids))}]>" if ids else None
@@ -182,7 +182,7 @@ class _Writer:
         return f"{through} GAP?" if in_reasoning else f"({self.literal(reasoning.open)} {through} GAP?)?"
 
     def around(self, section: _Section, calls: Calls) -> str:
-        """A rule for free text with calls: after the tag that opens a call, nothing but the call."""
+        """A rule for free text with calls: after the tag that opens a call, only a call may follow."""
         assert self._form is not None
         tag = self._form.begin or self._form.open
         others = self._others(tag)
@@ -200,7 +200,7 @@ class _Writer:
         return f"{f'({gap})*' if gap else ''} (UNCALLED | {opened} {section.rest})?"
 
     def without_calls(self) -> str:
-        """Free text in which the tag that opens a call does not come."""
+        """A rule for free text in which the tag that opens a call does not occur."""
         assert self._form is not None
         tag = self._form.begin or self._form.open
         others = self._others(tag)
@@ -208,7 +208,7 @@ class _Writer:
         return f"{text}? ({others} {text}?)*" if others else f"{text}?"
 
     def _uncalled(self, tag: str) -> str:
-        """Text without a tag that is text itself."""
+        """A rule for text without the tag, which consists of ordinary text."""
         return self._rule("UNCALLED", f"/(?s:.+)/ & ~/(?s:.*){_pattern(tag)}(?s:.*)/")
 
     # Calls
@@ -240,7 +240,7 @@ class _Writer:
         return _Section(form.open, after, self._rule("calls", f"{self.literal(form.open)} {after}"))
 
     def harmony(self, section: _Section | None, calls: Calls) -> str:
-        """Messages of gpt-oss's, the last of which is a call, or may be; None: it is none."""
+        """Rules for gpt-oss's messages, the last of which is, or may be, a call; with `calls` None there is none."""
         self._rule("FREE", "/(?s:.+)/")
         kinds = '"analysis"' if calls.choice == "required" else '("analysis" | "commentary")'
         channel, message = self.literal("<|channel|>"), self.literal("<|message|>")
@@ -319,7 +319,7 @@ class _Writer:
         return self._rule("value[lazy]", f"/(?s:.*){_pattern(tags.value_space + tags.value_close)}\\n/")
 
     def _pairs(self, index: int, tool: Tool, pair_of: Any, separator: str = ", ") -> str:
-        """A rule for arguments in the order of the schema, with separators between those present."""
+        """A rule for arguments in the order of the schema, with separators between the arguments that are present."""
         rest = {True: "", False: ""}
         for i, (key, schema) in reversed(list(enumerate(tool.properties().items()))):
             pair, after = pair_of(key, _with_definitions(schema, tool)), rest[False]
@@ -383,7 +383,7 @@ def _bare_pair(writer: _Writer, quote: str) -> Any:
 
 
 def _with_definitions(schema: Any, tool: Tool) -> dict[str, Any]:
-    """A part of a tool's schema that stands alone: it carries the definitions that it refers to."""
+    """A part of a tool's schema that can stand alone: it carries the definitions that it refers to."""
     if not isinstance(schema, Mapping):
         return {}
     refers = any("$ref" in part or "$dynamicRef" in part for part in parts_of(dict(schema)))

@@ -1,4 +1,6 @@
-"""Conversations: messages become the prompt that a model was trained on, by the template of its tokenizer."""
+"""Conversations: messages become a prompt in the form that the model was trained on, by the template of
+its tokenizer.
+"""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -13,12 +15,12 @@ from runtime.util.errors import SpecDecError
 
 
 class Message(TypedDict):
-    """One message of a conversation: `role` is system, user, assistant or tool."""
+    """A message of a conversation: `role` is system, user, assistant or tool."""
 
     role: str
     content: str
     tool_calls: NotRequired[list[dict[str, Any]]]
-    """OpenAI's, with `arguments` as an object: what templates write."""
+    """Calls in OpenAI's form, but with `arguments` as an object, as templates expect it."""
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
     reasoning_content: NotRequired[str]
@@ -26,18 +28,20 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """Values for a template besides the messages: functions that may be called, documents, and its own variables."""
+    """Values for a template besides the messages: functions that may be called, documents, and the template's own
+    variables.
+    """
 
     tools: Seq[dict[str, Any]] = ()
     documents: Seq[dict[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     begins_answer: bool = True
-    """True: the text ends where the assistant's answer begins; False: with the last message."""
+    """True if the text ends where the assistant's answer begins; False if it ends with the last message."""
     continues_last: bool = False
-    """True: the last message stays open, and the text ends with its content."""
+    """True if the last message stays open, and the text ends with its content."""
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments for transformers."""
+        """Keyword arguments for transformers."""
         given = {"tools": list(self.tools) or None, "documents": list(self.documents) or None}
         return {**self.variables, **{name: value for name, value in given.items() if value is not None}}
 
@@ -55,7 +59,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> Any:
-        """The template's source: one text, or several texts by name."""
+        """The template's source: a single text, or texts by name."""
         return self._tokenizer.chat_template
 
     @property
@@ -66,7 +70,9 @@ class ChatTemplate:
 
     @property
     def tool_text(self) -> str:
-        """The template for conversations with functions: the one named `tool_use` if there is one, else `text`."""
+        """The template for conversations with functions: the template named `tool_use` if there is one, otherwise
+        `text`.
+        """
         source = self.source.get(TOOL_USE) if isinstance(self.source, dict) else None
         return source if isinstance(source, str) else self.text
 
@@ -87,12 +93,12 @@ class ChatTemplate:
 
     @property
     def response_template(self) -> dict[str, Any] | None:
-        """The tokenizer's own description of what the model writes, where it has one."""
+        """The tokenizer's own description of the model's output; None if it has none."""
         found = getattr(self._tokenizer, "response_template", None)
         return found if isinstance(found, dict) else None
 
     def _text_for(self, *, with_tools: bool) -> str:
-        """The template that transformers uses for this conversation."""
+        """The template that transformers uses for a conversation with or without tools."""
         if isinstance(self.source, dict):
             return str(self.source["tool_use" if with_tools and "tool_use" in self.source else DEFAULT])
         return str(self.source)
@@ -104,7 +110,7 @@ class ChatTemplate:
             raise SpecDecError(f"not a variable of a chat template: {taken[0]}", hint="leave it out")
 
     def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
-        """The conversation's tokens, up to where the output begins; SpecDecError if the template refuses the
+        """The conversation's tokens, up to the beginning of the output; SpecDecError if the template refuses the
         conversation.
         """
         return self.tokens(self.render(messages, inputs))
@@ -116,7 +122,7 @@ class ChatTemplate:
         return encode_text(self._tokenizer, text)
 
     def render(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> str:
-        """The conversation's text, up to where the output begins; SpecDecError if the template refuses the
+        """The conversation's text, up to the beginning of the output; SpecDecError if the template refuses the
         conversation.
         """
         from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
@@ -156,7 +162,7 @@ class ChatTemplate:
                 f"the chat template uses a value that no conversation has: {error}", hint=_OTHER
             ) from None
         except Exception as error:  # a template is a program that comes with a model, and fails as programs do
-            if type(error) is TemplateError:  # what a template says itself; jinja's own are kinds of it
+            if type(error) is TemplateError:  # raised by the template itself; jinja raises subclasses
                 raise SpecDecError(
                     f"the chat template refuses the conversation: {error}", hint="check which roles the model supports"
                 ) from None
@@ -173,8 +179,8 @@ def has_chat_template(tokenizer_dir: Path) -> bool:
 
 
 def check_chat_template(tokenizer_dir: Path, tokenizer: str) -> None:
-    """SpecDecError unless the tokenizer has a chat template for conversations that jinja can compile. Called before an
-    engine is built. `tokenizer` is the name that the user gave.
+    """SpecDecError unless the tokenizer has a chat template for conversations that jinja can compile. It is called
+    before an engine is built. `tokenizer` is the name that the user gave.
     """
     from jinja2 import TemplateSyntaxError
 
@@ -203,7 +209,7 @@ def _check_default(templates: Mapping[str, Any], tokenizer: str) -> None:
 
 
 def _generation() -> type[Any]:
-    """transformers' `generation` block, around text that a model is trained to say, as a tag of jinja's."""
+    """transformers' `generation` block, around text that a model is trained to write, as a jinja tag."""
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -238,7 +244,7 @@ def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
 
 
 def _is_message(message: Any) -> bool:
-    """True for a dict with a role and text, and perhaps calls or a tool's answer."""
+    """True for a dict with a role and text, and perhaps calls or a tool's result."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     others = set(message) - {"role", "content"}

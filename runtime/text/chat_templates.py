@@ -1,4 +1,4 @@
-"""The chat templates of a tokenizer, by name, as its files have them."""
+"""The chat templates of a tokenizer by name, from its files."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from runtime.checkpoint.tokenizer import template_files
 from runtime.util.files import check_regular, read_json
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""transformers' names for the template, and for the template of conversations with tools."""
+"""transformers' names for the usual template, and for the template of conversations with tools."""
 
 
 def chat_templates(tokenizer_dir: Path) -> dict[str, Any]:

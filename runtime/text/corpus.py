@@ -1,13 +1,13 @@
-"""A store of token sequences on disk in which any n-gram's occurrences are found by binary search.
+"""A store of token sequences on disk, in which the occurrences of any n-gram are found by binary search.
 
 A corpus is one safetensors file with two tensors. `tokens` (int32) has the documents one after the other, each closed
 by -1. `suffix_array` has the start of every suffix of every document, sorted by the suffixes' bytes as they lie in the
 file. This is not the order of the ids, but it also puts an n-gram's occurrences side by side, and lets bytes of the
-file be compared without converting them. The closing -1 is all ones and sorts behind every token: in a range of
-occurrences, those at the end of a document stand last and are left out.
+file be compared without converting them. The closing -1 is all ones and sorts behind every token. So in a range of
+occurrences, those at the end of a document come last, and are left out.
 
 A file of up to 256 MB is read into memory, so that later changes of the file do not matter. From a larger file a lookup
-reads the bytes it needs. The file is not mapped: reading a mapped file that was cut would kill the process.
+reads the bytes it needs. The file is not mapped: reading a mapped file that was shortened would kill the process.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ from runtime.util.files import check_regular, new_file, stamp_of
 from runtime.util.tensor_file import read_header, read_metadata
 
 DAMAGED = "make it again"
-"""The hint for a file that is not what was written."""
+"""Hint for a file that is damaged."""
 _CHUNK_BYTES = 2**30
 
 
 class CorpusFile:
-    """A file whose bytes are read as they are now, and fewer of them if the file was cut. The caller has to check that
-    the file is still the same.
+    """A file whose bytes are read at each call. If the file was shortened, fewer bytes are returned. The caller has to
+    check that the file is still the same.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -58,7 +58,7 @@ class CorpusFile:
         def read(position: int) -> bytes:
             try:
                 return pread(descriptor, num_bytes, base + 4 * position)
-            except OSError as error:  # by a row that is none of what was opened, too
+            except OSError as error:  # also if a row points outside the opened file
                 self.check_is_the_same()
                 raise SpecDecError(
                     f"the corpus cannot be read ({error.strerror}): {self._path}", hint=DAMAGED, code="damaged_corpus"
@@ -67,7 +67,7 @@ class CorpusFile:
         return read
 
     def read(self, start: int, end: int) -> bytes:
-        """Read these bytes, in several calls, since one call of the system reads at most 2 GB."""
+        """Bytes `start` to `end`, read in several calls, since a call of the system reads at most 2 GB."""
         starts = range(start, end, _CHUNK_BYTES)
         return b"".join(self.reader(min(_CHUNK_BYTES, end - i), i)(0) for i in starts)
 
@@ -101,7 +101,7 @@ def raise_replaced(path: Path) -> NoReturn:
     raise SpecDecError(f"the corpus was written over while it was read: {path}", hint="start again when it is written")
 
 
-CORPUS_FORMAT_VERSION = 2  # 1: what it says of itself had no digest
+CORPUS_FORMAT_VERSION = 2  # 1: its metadata had no digest
 _CLOSING = b"\xff\xff\xff\xff"
 _TOKEN_BYTES = 4
 _MIN_SHARE = 8  # one in this many
@@ -142,7 +142,9 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class NgramCounts:
-    """The n-grams of one size: how many different ones there are, of which `num_repeated` occur more than once."""
+    """The n-grams of one size: the number of different ones, and how many of them occur more than once
+    (`num_repeated`).
+    """
 
     ngram_size: int
     num_occurrences: int
@@ -151,7 +153,7 @@ class NgramCounts:
 
 
 class Continuation(NamedTuple):
-    """A token that followed a match, and how often."""
+    """A token that followed a match, and the number of times that it did."""
 
     token: int
     num_occurrences: int
@@ -185,10 +187,8 @@ class Corpus:
 
     @classmethod
     def open(cls, path: Path) -> "Corpus":
-        """SpecDecError if the file does not exist, is not a corpus, has another format, or differs from what was
-        written.
-
-        A file that has not changed since it was last opened is not read completely.
+        """The corpus in a file. SpecDecError if the file does not exist, is not a corpus, has another format, or has
+        changed since it was written. A file that has not changed since it was last opened is not read completely.
         """
         with _open_file(path) as file:
             stamp = stamp_of(os.fstat(file.fileno()))
@@ -217,14 +217,14 @@ class Corpus:
         return cls(path, info, tokens.tobytes() + rows.tobytes(), offsets)
 
     def check_is_the_same(self) -> None:
-        """SpecDecError if a large file was cut or written over since it was opened, since its bytes are read as they
-        are now. A new file under the same name does no harm.
+        """SpecDecError if a large file was shortened or overwritten since it was opened, since its bytes are read when
+        they are needed. A new file under the same name does no harm.
         """
         if isinstance(self._bytes, CorpusFile):
             self._bytes.check_is_the_same()
 
     def check_content(self) -> None:
-        """SpecDecError unless every byte is as it was written. Always reads the whole file."""
+        """SpecDecError unless every byte is as it was written. It always reads the whole file."""
         if read_digest(self.path, _content_ranges(self._offsets)) != self.info.content_digest:
             _raise_changed(self.path)
 
@@ -235,7 +235,7 @@ class Corpus:
         return [document[:-1] for document in np.split(tokens, ends[:-1] + 1)]
 
     def ngram_counts(self, max_size: int) -> list[NgramCounts]:
-        """Counts of n-grams, by size up to `max_size`. Reads the whole file."""
+        """Counts of n-grams of each size up to `max_size`. Reads the whole file."""
         counts, text, rows = [], self._array("tokens"), self._array("suffix_array")
         is_whole = np.ones(self.info.num_tokens, dtype=bool)  # rows whose documents continue for this many tokens
         is_same = np.append(False, is_whole[1:])  # rows that share this many tokens with the one before
@@ -249,10 +249,11 @@ class Corpus:
         return counts
 
     def longest_match(self, tail: Sequence[int], max_size: int, min_size: int = 1) -> Match | None:
-        """Find occurrences with a continuation of the longest suffix of `tail` that has `min_size` to `max_size`
-        tokens.
+        """The occurrences, with a token behind them, of the longest suffix of `tail` that has `min_size` to `max_size`
+        tokens; None if no such suffix occurs.
 
-        If an n-gram occurs so do its ends, so the size is found by bisection. SpecDecError if the file has changed.
+        If an n-gram occurs its suffixes occur too, so the size is found by bisection. SpecDecError if the file has
+        changed.
         """
         encoded = _encode(tail[-max_size:])
         longest = len(encoded) // _TOKEN_BYTES
@@ -270,14 +271,14 @@ class Corpus:
         if found is not None:
             size, start = found
             match = Match(size, start, self._end_row(encoded[-_TOKEN_BYTES * size :], start))
-        self.check_is_the_same()  # now: what was read before was of the file that was opened
+        self.check_is_the_same()  # now: the bytes read before came from the opened file
         return match
 
     def continuation(self, match: Match, max_len: int) -> list[Continuation]:
-        """Draft the most frequent continuation: the most frequent next token, then the most frequent after that, and so
+        """The most frequent continuation: the most frequent next token, then the most frequent token after that, and so
         on.
 
-        It ends where documents end, and before a token that followed in less than one eighth of the occurrences.
+        It ends where documents end, and before a token that followed in less than an eighth of the occurrences.
         """
         found: list[Continuation] = []
         while match.num_occurrences and len(found) < max_len:
@@ -296,7 +297,7 @@ class Corpus:
         return found
 
     def _first_row(self, encoded: bytes, size: int) -> int | None:
-        """The first row of the last `size` tokens of `encoded`, None if nothing ever follows them."""
+        """The first row of the last `size` tokens of `encoded`; None if no token ever follows them."""
         pattern = encoded[len(encoded) - _TOKEN_BYTES * size :]
         start, stop = self._rows_of(pattern[:_TOKEN_BYTES])
         row = bisect_left(self._rows, pattern, start, stop, key=self._reader(len(pattern)))
@@ -318,7 +319,7 @@ class Corpus:
         return start, bisect_right(self._rows, token, start, key=read)
 
     def _without_ends(self, match: Match) -> Match:
-        """The rows without those in which the document ends behind the match."""
+        """The match without the rows in which the document ends behind it."""
         read = self._reader(_TOKEN_BYTES, match.ngram_size)
         if read(self._rows[match.end - 1]) != _CLOSING:
             return match
@@ -334,9 +335,10 @@ class Corpus:
         return [token for token, _ in common]
 
     def _find_runs(self, match: Match) -> list[_Run]:
-        """Runs of rows with the same next token, the longest first. Rows are sorted, so these stand side by side.
+        """Runs of rows with the same next token, the longest first.
 
-        Rows are probed at distances of at most an eighth, so that no run of an eighth of the rows is missed.
+        Rows are sorted, so such rows are side by side. Rows are probed at distances of at most an eighth of their
+        number, so that no run of that length is missed.
         """
         read = self._reader(_TOKEN_BYTES, match.ngram_size)
         step = match.num_occurrences // _MIN_SHARE if match.num_occurrences > _NUM_READ else 1
@@ -424,9 +426,10 @@ def merge_corpora(path: Path, corpora: Sequence[Corpus], *, replace: bool) -> Co
 def suffix_array(tokens: Array) -> Array:
     """Start positions of the suffixes of the documents in `tokens`, in byte order; int32 if that is enough.
 
-    By prefix doubling: suffixes sorted by their first n tokens are sorted by 2n tokens, by the ranks of the two halves;
-    suffixes that already differ keep their places. Each closing -1 counts as different from all others, so comparisons
-    never go on into the next document, and equal suffixes keep the order of their documents.
+    They are sorted by prefix doubling: once suffixes are sorted by their first n tokens, the ranks of both halves sort
+    them by 2n tokens; suffixes that differ already keep their places. Each closing -1 counts as different from all
+    others, so a comparison never continues into the next document, and equal suffixes keep the order of their
+    documents.
     """
     active, closings = np.flatnonzero(tokens >= 0), np.flatnonzero(tokens < 0)
     num_rows, num_compared = len(active), 1
@@ -449,7 +452,7 @@ def suffix_array(tokens: Array) -> Array:
 
 
 def is_corpus(path: Path) -> bool:
-    """True if the file claims to be a corpus, of whatever format and however damaged."""
+    """True if the file says that it is a corpus, whatever its format and however damaged it is."""
     check_regular(path)
     try:
         with path.open("rb") as file:
@@ -495,7 +498,7 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
         tensor = header.tensors.get(name)
         if tensor is None or tensor.dtype not in dtypes or tensor.shape != (lengths[name],) or not info.num_tokens:
             raise SpecDecError(
-                f"the corpus is damaged, `{name}` is not what it should be: {path}",
+                f"the corpus is damaged, `{name}` is missing or has another size than its metadata says: {path}",
                 hint=DAMAGED,
                 code="damaged_corpus",
             )
@@ -519,7 +522,7 @@ def _content_digest(tokens: Array, rows: Array) -> str:
 
 
 def _encode(tokens: Sequence[int]) -> bytes:
-    """Tokens as they lie in the file."""
+    """Tokens as the bytes that the file has."""
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 

@@ -1,11 +1,11 @@
-"""Reads a model's output as it grows: text, reasoning, and calls of tools with their arguments.
+"""Reads a model's output as it grows: text, reasoning, and tool calls with their arguments.
 
-The result does not depend on how the output is cut into pieces, so a stream adds up to the whole answer. A call is
-reported as soon as its name is known, and its arguments as they come if the format writes them as JSON. What looks like
-a call and is not is text.
+The result does not depend on how the output is cut into pieces, so the parts of a stream add up to the whole answer. A
+call is reported as soon as its name is known, and its arguments as they come, if the format writes them as JSON. Text
+that looks like a call and is none is reported as text.
 
-Special tokens of the vocabulary stand in the text as half surrogate pairs, which no text of a model contains
-(`SpecialTokens`): a word that only looks like a special token begins nothing.
+Special tokens of the vocabulary are represented in the text by half surrogate pairs, which no text of a model contains
+(`SpecialTokens`). A word that only looks like a special token has no effect.
 """
 
 import json
@@ -37,7 +37,7 @@ from runtime.text.call_formats import (
 
 _FIRST_MARK, _MOST_MARKS = 0xD800, 0x800
 _MOST_NAME = 256
-"""Characters of a name of a function, or of a header; what is longer is none."""
+"""Most characters in a function's name, or in a header; a longer text is neither."""
 _RECIPIENT = re.compile(r"to=(\S+)")
 _BARE_OBJECT = '{"name"'
 """Beginning of a call that no tag opens."""
@@ -56,7 +56,7 @@ class SpecialTokens:
     """The marks that stand for special tokens in the text that is parsed."""
 
     def __init__(self, ids: Mapping[str, int], tags: Iterable[str]) -> None:
-        """`ids` are the vocabulary's special tokens by name; only those in one of `tags` are marked."""
+        """`ids` are the vocabulary's special tokens by name; only those that occur in a text of `tags` are marked."""
         all_tags = list(tags)
         names = [name for name in ids if name and any(name in tag for tag in all_tags)][:_MOST_MARKS]
         self._marks = {name: chr(_FIRST_MARK + i) for i, name in enumerate(sorted(names, key=len, reverse=True))}
@@ -65,7 +65,7 @@ class SpecialTokens:
         """Marks in the text, by token."""
 
     def marked(self, tag: str) -> str:
-        """A tag as it stands in the text."""
+        """A tag with the marks of its special tokens, as it occurs in the text."""
         for name, mark in self._marks.items():
             tag = tag.replace(name, mark)
         return tag
@@ -77,7 +77,9 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """Reading of outputs: the formats, and the `tools` that may be called. Without tools no call is looked for."""
+    """Description of outputs: the formats, and the `tools` that may be called. Without tools, no calls are
+    looked for.
+    """
 
     calls: ToolFormat | None
     reasoning: ReasoningFormat | None
@@ -96,7 +98,7 @@ class OutputForm:
         return self.reasoning is None and not self.tools and not is_harmony
 
     def is_in_reasoning(self, prompt: str) -> bool:
-        """True if this prompt, or its end, has opened reasoning and not closed it. The text contains special tokens."""
+        """True if this prompt, or its end, has opened reasoning and not closed it. The text includes special tokens."""
         if self.reasoning is None:
             return False
         opened, closed = prompt.rfind(self.reasoning.open.strip()), prompt.rfind(self.reasoning.close)
@@ -130,12 +132,14 @@ class Parser(Protocol):
     def feed(self, text: str) -> list[Said]: ...
 
     def end(self, *, is_cut: bool = False) -> list[Said]:
-        """Report what was held back, since no more output comes. `is_cut`: the output ended for lack of room."""
+        """Report the text that was held back, since no more output comes. `is_cut` is True if the output ended for lack
+        of room.
+        """
         ...
 
 
 class _Unfinished(Exception):
-    """The output ended within a call."""
+    """Exception: the output ended within a call."""
 
 
 Reading = Generator[None, None, None]
@@ -143,7 +147,7 @@ Say = Callable[[str], None]
 
 
 class OutputParser:
-    """Parser of one output, for as long as it grows."""
+    """Parser of an output that is still growing."""
 
     def __init__(self, form: OutputForm, *, in_reasoning: bool = False) -> None:
         self._form, self._special = form, form.special
@@ -151,7 +155,7 @@ class OutputParser:
         self._text, self._at = "", 0
         self._is_whole = self._is_cut = False
         self._raw: int | None = None
-        """Start of a call that nothing has been told of: it may turn out to be text."""
+        """Start of a call of which nothing was reported yet: it may turn out to be text."""
         self._space, self._drops_space = "", False
         self._num_calls = 0
         self._has_reasoned = False
@@ -167,7 +171,8 @@ class OutputParser:
         return self._advance()
 
     def end(self, *, is_cut: bool = False) -> list[Said]:
-        """Report what was held back, since no more output comes. `is_cut`: the output ended for lack of room.
+        """Report the text that was held back, since no more output comes. `is_cut` is True if the output ended for lack
+        of room.
 
         Nothing is reported of a call that was cut off before its name was complete.
         """
@@ -222,14 +227,16 @@ class OutputParser:
     # What is read
 
     def _more(self) -> Generator[None, None, bool]:
-        """Wait for more; False if nothing comes."""
+        """Wait for more output; False if no more comes."""
         if self._is_whole:
             return False
         yield
         return True
 
     def _until(self, tags: tuple[str, ...], say: Say) -> Generator[None, None, str | None]:
-        """Report the text before the first of `tags`, and consume that tag; None if no tag comes."""
+        """Report the text before the first of `tags`, and consume that tag; returns the tag, or None if
+        no tag comes.
+        """
         tags = tuple(tag for tag in tags if tag)
         while True:
             found = [(i, -len(tag), tag) for tag in tags if (i := self._text.find(tag, self._at)) >= 0]
@@ -267,7 +274,7 @@ class OutputParser:
         return "".join(parts), tag
 
     def _peek(self) -> Generator[None, None, str]:
-        """The next character that is not white space; empty at the end of the output."""
+        """The next character that is not white space, without consuming it; empty at the end of the output."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in SPACE:
                 self._at += 1
@@ -289,7 +296,7 @@ class OutputParser:
             if not text.startswith(rest):
                 return False
             if not (yield from self._more()):
-                self._at = len(self._text) if self._is_cut else self._at  # what there was room for of it
+                self._at = len(self._text) if self._is_cut else self._at  # a tag that was cut off
                 return False
 
     def _expect(self, text: str) -> Reading:
@@ -332,7 +339,7 @@ class OutputParser:
         self._drop_space()
 
     def _read_bare_output(self, calls: ToolFormat) -> Reading:
-        """Read calls without an opening tag, if the output begins with one."""
+        """Read calls without an opening tag, if the output begins with a call."""
         self._raw = self._at
         first = yield from self._peek()
         is_call = first == ("[" if isinstance(calls.call, PythonCalls) else "{")
@@ -342,7 +349,7 @@ class OutputParser:
             self._at, self._raw = self._raw, None
 
     def _read_calls(self, calls: ToolFormat, tag: str) -> Reading:
-        """Read what follows an opening tag: a call, a list of calls, or all calls."""
+        """Read the text after an opening tag: a call, a list of calls, or all calls."""
         self._raw = self._at - len(tag)
         before = self._space
         self._space = ""
@@ -352,9 +359,10 @@ class OutputParser:
             self._drop_space()
 
     def _try(self, reading: Reading, space: str = "", *, has_tag: bool = False) -> Reading:
-        """Read what should be a call. If it is not a call and nothing of it was reported yet, report it as text.
+        """Read text that should be a call.
 
-        Without an opening tag, a beginning that was cut off may be other JSON, so it is text too.
+        If it is not a call and nothing of it was reported yet, it is reported as text. Without an opening tag, a
+        beginning that was cut off may be other JSON, so it is reported as text too.
         """
         try:
             yield from reading
@@ -453,8 +461,8 @@ class OutputParser:
             self._say_arguments("{}")
 
     def _read_arguments(self, say: Say | None) -> Generator[None, None, str]:
-        """Read an object as it stands. A JSON string counts as the object that it contains, and null as an empty
-        object.
+        """Read an object and report it unchanged. A JSON string counts as the object that it contains, and null as an
+        empty object.
         """
         parts: list[str] = []
         first = yield from self._peek()
@@ -479,7 +487,7 @@ class OutputParser:
         return found
 
     def _read_json(self, say: Say) -> Reading:
-        """Read a JSON value as it stands."""
+        """Read a JSON value and report it unchanged."""
         first = yield from self._peek()
         if not first:
             raise _Unfinished
@@ -527,7 +535,7 @@ class OutputParser:
                 return
 
     def _read_named(self, call: NamedCall) -> Reading:
-        """Read `name`, a mark, and the arguments. Mistral's calls may have an id between."""
+        """Read `name`, a mark, and the arguments. Mistral's calls may have an id between name and mark."""
         marked = self._special.marked
         if call.before:
             yield from self._expect(marked(call.before))
@@ -640,7 +648,7 @@ class OutputParser:
 
 
 def _ignore(text: str) -> None:
-    """Report nothing."""
+    """Report function that reports nothing."""
 
 
 class _Trimmed:

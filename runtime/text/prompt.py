@@ -1,7 +1,7 @@
-"""Conversations with tools for a chat template that knows no tools: calls and tools' answers become texts of messages.
+"""Conversations with tools for a chat template that knows no tools: calls and tools' results become texts of messages.
 
 The tools are described in a system message like those that Hermes models are trained with. Calls are written in the
-same format in which the output's calls are read.
+format in which the output's calls are read.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Reads outputs by the tokenizer's own response template, transformers' description of what a model writes.
+"""Reads outputs by the tokenizer's own response template, which is transformers' description of a model's output.
 
 Text and reasoning are reported as they come, calls when they are complete.
 """
@@ -14,10 +14,10 @@ _CONTENT, _REASONING, _CALLS = "content", ("reasoning_content", "thinking", "rea
 
 
 class TemplateParser:
-    """Parser of one output; a `runtime.text.parser.Parser`."""
+    """Parser of an output; it has the interface of `runtime.text.parser.Parser`."""
 
     def __init__(self, template: Mapping[str, Any], prompt: str, tools: list[Any], special: SpecialTokens) -> None:
-        """`prompt` is a text with its special tokens. SpecDecError for an invalid template."""
+        """`prompt` is a text that includes special tokens. SpecDecError for an invalid template."""
         from transformers.utils.chat_parsing import ResponseParser
 
         try:
@@ -29,11 +29,11 @@ class TemplateParser:
         self._special = special
         self._has_failed = self._is_in_call = False
         self._untold = ""
-        """Text that was read and not told yet, tags included."""
+        """Text that was read and not reported yet, tags included."""
 
     def feed(self, text: str) -> list[Said]:
-        """The parts that are known by now. Text is fed by characters, so that the parts do not depend on how it is
-        split.
+        """The parts that are known by now. The parser gets the text character by character, so that the parts do not
+        depend on how it is split.
         """
         said: list[Said] = []
         for character in self._special.named(text):
@@ -42,7 +42,7 @@ class TemplateParser:
         return joined(said)
 
     def end(self, *, is_cut: bool = False) -> list[Said]:
-        """Report what was held back; nothing of a call that was cut off."""
+        """Report the text that was held back, and nothing of a call that was cut off."""
         if is_cut and self._is_in_call:
             return []
         return self._said(lambda: self._parser.finalize()[1])
@@ -55,7 +55,7 @@ class TemplateParser:
         if not self._has_failed:
             try:
                 events = read()
-            except Exception:  # what is no call of this format is text
+            except Exception:  # text that is no call of this format stays text
                 self._has_failed, self._is_in_call = True, False
         if self._has_failed:
             text, self._untold = self._untold, ""

@@ -1,4 +1,4 @@
-"""Between text and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
+"""Texts and tokens: the tokenizer, the ids that end an output, stop words, and text that arrives in pieces."""
 
 import re
 import warnings
@@ -44,10 +44,9 @@ _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 
 
 def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> Tokenizer:
-    """transformers' tokenizer for a directory or a GGUF file; SpecDecError if there is none. Prompts are cut at the
-    front.
+    """transformers' tokenizer for a directory or a GGUF file; SpecDecError if there is none.
 
-    Without the model's configuration the tokenizer's own files have to say what class it is.
+    Prompts are cut at the front. Without the model's configuration, the tokenizer's own files have to name its class.
     """
     from transformers import AutoTokenizer
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -99,7 +98,7 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
 
 def _warn_of_first_pattern(tokenizer: Any, directory: Path) -> None:
     """Warn if transformers splits words by the faulty pattern of Mistral's first tokenizer files. In a directory that
-    specdec wrote, transformers would take every model for one of Mistral's.
+    specdec wrote, transformers would take every model for a Mistral.
     """
     if getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", None) is False:
         warnings.warn(
@@ -115,8 +114,8 @@ def _config_for_tokenizer(directory: Path, pretrained_config: dict[str, Any]) ->
     the model's configuration.
 
     The model's other keys are left out, since they need not be valid to read a text. If the tokenizer's own files name
-    a class, the model's configuration class is not needed: it would import model code, which is a third of the time
-    that opening an engine takes.
+    a class, the model's configuration class is not used: it would import model code, which takes a third of the time
+    for opening an engine.
     """
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -150,8 +149,8 @@ def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer |
     """Compare a tokenizer that the user named for a model with the model's `own`, if there is one.
 
     SpecDecError for ids beyond the model's `vocab_size` that `own` does not have (Gemma's has such ids, for images),
-    and for a tokenizer that loses letters of a plain text which `own` keeps. A warning where an id or a text has
-    another meaning than for the model, and without `own` for special tokens beyond the vocabulary.
+    and for a tokenizer that loses letters of a plain text which `own` keeps. A warning if an id or a text has another
+    meaning than for the model, and, without `own`, for special tokens beyond the vocabulary.
     """
     words, added = _words_of(tokenizer), tokenizer.added_tokens_decoder
     own_words = {} if own is None else _words_of(own)
@@ -194,8 +193,8 @@ def _letters_kept(tokenizer: Tokenizer) -> bool:
 
 
 def _words_of(tokenizer: Tokenizer) -> dict[int, str]:
-    """Token texts by id. SentencePiece writes a token of two spaces as `▁▁` and a GGUF file as spaces: both are read
-    the same.
+    """Token texts by id. SentencePiece writes a token of two spaces as `▁▁`, and a GGUF file as two spaces: both give
+    the same text.
     """
     return {i: word.replace("▁", " ") for word, i in tokenizer.get_vocab().items()}
 
@@ -212,12 +211,14 @@ def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text of any length, without tokens that mark its start or end."""
+    """The tokens of a text of any length, without the tokens that mark a text's start or end."""
     return token_ids(tokenizer, text, add_special_tokens=False, verbose=False)
 
 
 def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer in an engine's directory, or None; opened without transformers if it was saved for that."""
+    """The tokenizer in an engine's directory, opened without transformers if it was saved for that; None if there is
+    none.
+    """
     if saved := find_saved_tokenizer(directory):
         return saved
     if any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
@@ -226,13 +227,13 @@ def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokeni
 
 
 def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
-    """The engine's own tokenizer, or None; SpecDecError if it has changed since the engine was built."""
+    """The engine's own tokenizer; None if it has none. SpecDecError if it has changed since the engine was built."""
     check_tokenizer_files(bundle)
     return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config, Path(bundle.given))
 
 
 def find_own_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """The engine's own tokenizer, to compare another with; None if there is none that can be read."""
+    """The engine's own tokenizer, to compare another with; None if it has none that can be read."""
     try:
         return find_tokenizer(bundle.directory, bundle.config.pretrained_config)
     except SpecDecError:
@@ -250,11 +251,13 @@ def cache_tokenizer(directory: Path, pretrained_config: dict[str, Any], final_di
 
 
 def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], named: Path) -> Tokenizer | None:
-    """`find_tokenizer`; None, with a warning, for a tokenizer that cannot be read: prompts of token ids need none."""
+    """The tokenizer that `find_tokenizer` finds; None, with a warning, if it cannot be read: prompts of token ids need
+    none.
+    """
     try:
         return find_tokenizer(directory, pretrained_config)
     except SpecDecError as error:
-        if error.code == "engine":  # what was saved of it is damaged
+        if error.code == "engine":  # the saved tokenizer is damaged
             raise
         why = f"{error.message} ({error.hint})".replace(str(directory), str(named))
         warnings.warn(f"the engine takes token ids only: {why}", SpecDecWarning, stacklevel=3)
@@ -262,7 +265,7 @@ def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], name
 
 
 def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
-    """The tokens of a word alone; UsageError if it has none."""
+    """The tokens of a single word; UsageError if it has none."""
     tokens = token_ids(tokenizer, word, add_special_tokens=False)
     if not tokens or not decode(tokenizer, tokens, encode_text(tokenizer, "a")):
         raise UsageError(
@@ -274,13 +277,13 @@ def word_tokens(tokenizer: Tokenizer, name: str, word: str) -> list[int]:
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences to ban: each word at the start of a text, and after a space."""
+    """The token sequences to ban for each word: at the start of a text, and after a space."""
     variants = [tuple(word_tokens(tokenizer, "bad_words", text)) for word in words for text in (word, f" {word}")]
     return tuple(dict.fromkeys(variants))
 
 
 def find_end_ids(engine_dir: Path, pretrained_config: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The model's end ids: from generation_config.json, else from config.json, else from the tokenizer."""
+    """The model's end ids: from generation_config.json, otherwise from config.json, otherwise from the tokenizer."""
     if (ids := read_end_ids(engine_dir)) is not None:
         return ids
     own = pretrained_config.get("eos_token_id")
@@ -292,9 +295,8 @@ def find_end_ids(engine_dir: Path, pretrained_config: dict[str, Any], tokenizer:
 def encode(
     prompt: str | Seq[int], tokenizer: Tokenizer | None, max_length: int | None = None
 ) -> tuple[list[int], bool]:
-    """The tokens of a prompt, given as text or ids, and whether only its last `max_length` were kept.
-
-    UsageError for any other kind of prompt, and for text that no tokenizer takes.
+    """The tokens of a prompt given as text or ids, and whether only its last `max_length` were kept. UsageError for any
+    other kind of prompt, and for text that cannot be written as UTF-8.
     """
     if not isinstance(prompt, str):
         _check_ids(prompt)
@@ -337,27 +339,27 @@ def decode(tokenizer: Tokenizer, tokens: Seq[int], before: Seq[int] = ()) -> str
     """The exact text of tokens, without end ids and other special tokens.
 
     It is the text that these tokens add after the tokens `before` them: decoded alone, SentencePiece's tokens would
-    lose their leading space. A character that begins in `before` and ends in the tokens belongs to the tokens.
+    lose their leading space. A character that begins in `before` and ends in the tokens is part of the text.
     """
     texts = texts_after(tokenizer, before)
     return "".join(map(texts.add, tokens)) + texts.end()
 
 
 def text_or_ids(tokenizer: Tokenizer | None, tokens: Seq[int], before: Seq[int] = ()) -> str:
-    """`decode`, or the ids themselves without a tokenizer."""
+    """The text as from `decode`, or the ids themselves if there is no tokenizer."""
     return " ".join(map(str, tokens)) if tokenizer is None else decode(tokenizer, tokens, before)
 
 
 @dataclass(frozen=True)
 class StopWords:
-    """Ends an output at a stop word, however the text was cut into tokens. Implements
+    """Ends an output at a stop word, however the text is divided into tokens. Implements
     `runtime.core.request.StopCheck`.
     """
 
     words: tuple[str, ...]
     tokenizer: Tokenizer
     min_tokens: int = 0
-    """Tokens of an output in which a stop word may end without ending the output."""
+    """Number of an output's first tokens in which a stop word does not end the output."""
 
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """True if the last token completed a stop word."""
@@ -375,9 +377,8 @@ class StopWords:
         return min(((i, i + length) for i, length in found if i >= 0), default=None)
 
     def _window_start(self, tokens: list[int], num_prompt_tokens: int) -> int:
-        """Index of the token from which on the tokens can contain a stop word and the character before it.
-
-        A token has at least one byte of text, unless it is special: special tokens are not counted.
+        """Index of the first token of a window that may contain a stop word and the character before it. A token has at
+        least one byte of text, unless it is special; special tokens are not counted.
         """
         start, num_missing = len(tokens), self._longest_bytes + 4
         while start > num_prompt_tokens and num_missing:
@@ -407,7 +408,7 @@ class TextStream:
     before: Seq[int] = ()
     """The prompt's tokens."""
     shown: Mapping[int, str] = field(default_factory=dict)
-    """Special tokens that show, and how."""
+    """Special tokens that are shown, each with its text."""
     shows_stop: bool = False
     """True if the text keeps the stop word that ends it."""
     starts: list[int] = field(default_factory=list, init=False)
@@ -436,7 +437,7 @@ class TextStream:
 
     @property
     def num_begun(self) -> int:
-        """Number of tokens whose text is shown at least in part; at the end, all but those that a stop word cut off."""
+        """The part of the text that may be shown: no stop word, and no beginning of one."""
         if self._is_whole and not self._is_cut:
             return len(self.starts)
         return bisect_left(self.starts, self._num_shown)
@@ -494,9 +495,8 @@ def token_starts(tokenizer: Tokenizer, tokens: Seq[int]) -> list[int]:
 def output_text(
     tokenizer: Tokenizer | None, tokens: list[int], stop_words: StopWords | None, before: Seq[int] = ()
 ) -> str | None:
-    """The text of an output behind the prompt `before`, without end ids and without what follows a stop word.
-
-    None without a tokenizer.
+    """The text of an output behind the prompt `before`, without end ids and without the text after a stop word. None
+    without a tokenizer.
     """
     if tokenizer is None:
         return None

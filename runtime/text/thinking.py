@@ -1,7 +1,7 @@
-"""The thinking of a model, by its format and its tokenizer, as budgets for it count it (`runtime.core.thinking`).
+"""A model's thinking, by its format and its tokenizer, as budgets count it (`runtime.core.thinking`).
 
 Tags are looked for in the text, as the parser of outputs does: a model may write `</think>` in other tokens than the
-tokenizer would. A special token of a tag counts only as that token.
+tokenizer would. If a tag has a special token, only that token counts.
 """
 
 from collections.abc import Sequence as Seq
@@ -14,17 +14,17 @@ from runtime.text.text import encode_text
 from runtime.text.token_text import special_token_ids, token_bytes
 
 _PROMPT_END = 64
-"""Tokens of a prompt in which thinking may have been opened."""
+"""Number of a prompt's last tokens in which an opened thought is looked for."""
 
 
 def prompt_end(tokenizer: Tokenizer, prompt: Seq[int]) -> str:
-    """The end of a prompt with its special tokens, where the output may have been begun."""
+    """The end of a prompt, with its special tokens, in which the output may have been begun."""
     tail = list(prompt[-_PROMPT_END:])
     return str(tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def thinking_of(form: ReasoningFormat, tokenizer: Tokenizer) -> Thinking:
-    """Thinking in this format, in the tokens of this tokenizer."""
+    """Tags of thinking in this format, in the tokens of this tokenizer."""
     special = SpecialTokens(special_token_ids(tokenizer), (form.open, *form.closes))
     output_form, of_token = OutputForm(None, form, special), token_bytes(tokenizer)
 

@@ -1,7 +1,7 @@
 """Decodes tokens to text: the bytes of each token, joined and read as UTF-8.
 
 A character may be spread over several tokens, each with some of its bytes. Text is therefore decoded from the tokens'
-bytes, one token after the other: however the tokens are cut into pieces, the pieces add up to the same text.
+bytes, one token after the other. However the tokens are grouped, the texts of the groups add up to the same text.
 `tokenizers` decodes Llama 2's byte tokens in runs, and turns a run that is not valid UTF-8 into U+FFFD alone.
 """
 
@@ -25,15 +25,15 @@ class Texts(Protocol):
     """Decodes tokens that come one after the other."""
 
     def add(self, token: int) -> str:
-        """Text that this token adds. A character comes with the token that completes it."""
+        """Text that this token adds. A character is returned with the token that completes it."""
 
     def end(self) -> str:
         """Text for the bytes of an incomplete last character."""
 
 
 def texts_after(tokenizer: Tokenizer, before: Seq[int], num_before: int | None = None) -> Texts:
-    """A decoder for the tokens that come after the first `num_before` of `before` (None: after all of `before`). If
-    those end in the middle of a character, the decoder's first text is the whole character.
+    """A decoder for the tokens after the first `num_before` of `before` (None: after all of `before`). If those end in
+    the middle of a character, the decoder's first text is the whole character.
     """
     num_before = len(before) if num_before is None else num_before
     of_token = token_bytes(tokenizer)
@@ -49,7 +49,7 @@ def special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 class TokenBytes:
-    """The bytes of each token, empty for a special token. `drops_space`: a leading space of the whole text is
+    """The bytes of each token, empty for a special token. With `drops_space` a leading space of the whole text is
     dropped.
     """
 
@@ -103,14 +103,18 @@ _STRIPS_ONE: dict[str, Any] = {"type": "Strip", "content": " ", "start": 1, "sto
 
 @cache
 def _alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: the byte's own character if it is printable, else the next from U+0100 on."""
+    """GPT-2's character for each byte: the byte's own character if it is printable, otherwise the next
+    from U+0100 on.
+    """
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _byte_level(token: str) -> bytes:
-    """Bytes of a token written in GPT-2's alphabet; any other added token stands for its own text."""
+    """Bytes of a token written in GPT-2's alphabet. An added token that is not in that alphabet stands for its own
+    text.
+    """
     alphabet = _alphabet()
     found = [alphabet.get(character) for character in token]
     return bytes(one for one in found if one is not None) if None not in found else token.encode()
@@ -131,7 +135,7 @@ def _byte_fallback(token: str) -> bytes:
 
 
 class _OfBytes:
-    """Decodes by the bytes of each token."""
+    """Decoder that joins the bytes of tokens."""
 
     def __init__(self, bytes_of: TokenBytes, before: Seq[int], num_before: int) -> None:
         self._bytes_of = bytes_of
@@ -155,8 +159,8 @@ class _OfBytes:
         return self._own(self._decoder.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
-        """The text of these tokens alone: U+FFFD for a character that began before them and was never completed is left
-        out.
+        """The text of these tokens alone. A U+FFFD for a character that began before them and was never completed is
+        left out.
         """
         if text:
             text, self._shown_before = text.removeprefix(self._shown_before), ""
@@ -164,7 +168,7 @@ class _OfBytes:
 
 
 class _InContext:
-    """Decodes with the tokenizer, each token after those before it."""
+    """Decoder that uses the tokenizer, which decodes each token together with the tokens before it."""
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer, self._before, self._pending = tokenizer, before, list[int]()

@@ -70,7 +70,7 @@ def line_digest(row: dict[str, object]) -> str:
 
 
 def digest_problem(row: dict[str, object], where: str) -> str | None:
-    """Sentence on a digest that is missing or does not match; None if it is right."""
+    """A sentence on a digest that is missing or does not match; None if it is right."""
     expected = line_digest(row)
     if "digest" not in row:
         return f"{where} has lost its digest, which should be: {expected}"
@@ -118,7 +118,9 @@ def is_like_traces(path: Path) -> bool:
 
 
 def check_trace_lines(path: Path) -> tuple[int, int]:
-    """Count the traces of a file, and how many have a digest; SpecDecError names the line of an invalid trace."""
+    """The number of traces in a file, and the number of those with a digest; SpecDecError names the line of an invalid
+    trace.
+    """
     num_lines = num_with_digest = 0
     for number, row in read_json_lines(read_utf8(path), path):
         where = f"line {number} of {path}"

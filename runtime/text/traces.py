@@ -1,8 +1,8 @@
-"""Traces: prompts and the model's answers, one JSON object a line.
+"""Traces: prompts and the model's answers, a JSON object on each line.
 
 `{"prompt_ids": [...], "output_ids": [...], "category": "..."}`; `prompt` and `output` give the same as text, and the
-category may be left out. Commands write ids, so that reading gives exactly what was generated, and a digest in each
-line: lines may be removed, shuffled and joined, and a damaged line is noticed. A line that a user wrote has no
+category may be left out. Commands write ids, so that reading gives exactly the generated tokens, and a digest in each
+line. So lines may be removed, shuffled and joined, and a damaged line is noticed. A line that a user wrote has no
 `digest`.
 """
 
@@ -37,7 +37,7 @@ def read_traces(path: Path, tokenizer: Tokenizer | None, vocab_size: int | None 
 
 
 def read_trace(row: dict[str, object], where: str, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> Trace:
-    """The trace of a line, of which `where` says which; SpecDecError if it is none."""
+    """The trace in a line; `where` is the line's place, for errors. SpecDecError if the line is no trace."""
     check_digest(row, where)
     prompt = _read_tokens(row, "prompt", where, tokenizer, vocab_size)
     output = _read_tokens(row, "output", where, tokenizer, vocab_size)
@@ -45,7 +45,7 @@ def read_trace(row: dict[str, object], where: str, tokenizer: Tokenizer | None, 
 
 
 def write_traces(path: Path, answers: Iterable[tuple[Sequence, str | None]]) -> None:
-    """Write finished sequences, each with its category or None. The file is written completely, or left as it was."""
+    """Write finished sequences, each with its category or None. The file is written completely, or left unchanged."""
     write_file(path, "".join(trace_line(sequence, category) for sequence, category in answers).encode())
 
 

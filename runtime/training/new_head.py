@@ -1,5 +1,6 @@
-"""EAGLE-3 heads as directories: one made from nothing for a target, and one that was trained, in the form of
-`speculators`, which vLLM reads too."""
+"""Directories of EAGLE-3 heads: of a new head for a target, and of a trained head, in the form of `speculators`, which
+vLLM reads too.
+"""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -23,7 +24,9 @@ _OTHERS = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scalin
 _QWENS = ("qwen3", "qwen3_moe")
 _INITIAL_STD = 0.02
 _NORMS = {"input_layernorm.weight": "hidden_norm.weight"}
-"""Norms of the target's layer that have another name in a head's, whose own `input_layernorm` is the embedding's."""
+"""Norms of the target's layer that have another name in a head's layer, whose own `input_layernorm` is for the
+embedding.
+"""
 _NOT_OF_LAYERS = (
     "draft_vocab_size",
     "eagle_config",
@@ -35,14 +38,16 @@ _NOT_OF_LAYERS = (
 
 
 def read_states_of(num_layers: int) -> tuple[int, ...]:
-    """The hidden states that a new head reads: EAGLE-3's, and of few layers three that differ."""
+    """The hidden states that a new head reads: EAGLE-3's usual three, or three different ones of a target with few
+    layers.
+    """
     if num_layers < 9:
         return tuple(sorted({min(1, max(num_layers - 2, 0)), num_layers // 2, num_layers - 1}))
     return 2, num_layers // 2, num_layers - 3
 
 
 def new_head_config(target: dict[str, Any], directory: Path, draft_vocab_size: int) -> HeadConfig:
-    """Config of a head with one layer of the target's sizes; `target` is its `pretrained_config`."""
+    """Config of a head with a layer of the target's sizes; `target` is its `pretrained_config`."""
     inner = target.get("text_config")
     target = inner if isinstance(inner, dict) else target
     layers = {key: target[key] for key in (*_SIZES, *_OTHERS) if target.get(key) is not None}
@@ -65,15 +70,15 @@ class TargetWeights:
 
     output_layer: Tensor  # (vocab, hidden)
     norm: Tensor | None
-    """Weight of its last norm, if that multiplies by it."""
+    """Weight of the target's last norm, if the norm multiplies by it."""
     layer: dict[str, Tensor]
-    """Weights of the layer that the last hidden state enters, by their names in it."""
+    """Weights of the layer whose input is the last of the hidden states, by their names in the layer."""
 
 
 def new_tensors(config: HeadConfig, ids: Seq[int], target: TargetWeights, seed: int) -> dict[str, Tensor]:
-    """Weights to begin with: the last hidden state as it is, the target's own layer for it, and small numbers.
-
-    Of the first layer's input the target's weights read the half that is the hidden state.
+    """Initial weights: the last hidden state is passed on unchanged, the layer is a copy of the target's, and other
+    weights are small random numbers. The first layer's input has two halves; the target's weights read the half with
+    the hidden state.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -97,7 +102,9 @@ def new_tensors(config: HeadConfig, ids: Seq[int], target: TargetWeights, seed: 
 
 
 def _id_tables(ids: Seq[int], vocab_size: int) -> dict[str, Tensor]:
-    """`d2t`, the distance from each of the head's ids to the target's, and `t2d`, which of the target's it has."""
+    """`d2t`, the difference of each of the head's ids from the target's, and `t2d`, which is True for the target's ids
+    that the head has.
+    """
     own = torch.tensor(ids)
     return {
         "d2t": own - torch.arange(len(ids)),
@@ -106,7 +113,7 @@ def _id_tables(ids: Seq[int], vocab_size: int) -> dict[str, Tensor]:
 
 
 def with_vocabulary(head: EagleHead, ids: Seq[int]) -> EagleHead:
-    """The head with fewer ids, of those that it has: fewer rows of its output layer."""
+    """The head with only these ids of its vocabulary, and so with fewer rows in its output layer."""
     own, size = torch.tensor(ids), len(ids)
     rows = own if head.draft_ids is None else rows_by_id(head.draft_ids, head.config.vocab_size)[own]
     head.lm_head.weight = torch.nn.Parameter(head.lm_head.weight[rows].detach().clone())
@@ -116,13 +123,13 @@ def with_vocabulary(head: EagleHead, ids: Seq[int]) -> EagleHead:
 
 
 def drafted_ids(head: EagleHead) -> list[int]:
-    """The target's ids that the head drafts, in the order of its own."""
+    """The target's ids that the head drafts, in the order of the head's ids."""
     ids = torch.arange(head.config.vocab_size) if head.draft_ids is None else head.draft_ids
     return [int(one) for one in ids]
 
 
 def tensors_of(head: EagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The head's weights by `speculators`' names; embeddings are the target's."""
+    """The head's weights by `speculators`' names, without the embeddings, which are the target's."""
     tensors = {name: one.detach().to(dtype) for name, one in head.named_parameters()}
     if head.draft_ids is not None:
         tensors |= _id_tables(drafted_ids(head), head.config.vocab_size)
@@ -130,9 +137,8 @@ def tensors_of(head: EagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def write_mtp(directory: Path, head: MtpHead | ChainedMtp, dtype: torch.dtype) -> None:
-    """Write a trained MTP head as its model has it, with the layers that they share: it drafts from there.
-
-    Nothing that is written is quantized, and the config says so.
+    """Write a trained MTP head as in its model's files, together with the layers that it shares with the model, so that
+    it can draft from this directory. Nothing is quantized, and the config says so.
     """
     learned = tensors_of_mtp(head, dtype)
     whole = kept_tensors_of_mtp(head.config, learned, dtype)

@@ -1,13 +1,13 @@
-"""Adaptation of a causal model to a parallel draft model (PARD, arXiv 2504.18583): it learns to fill mask tokens.
+"""Adaptation of a causal model to a parallel draft model (PARD, arXiv 2504.18583): it learns to fill in mask tokens.
 
-Behind the tokens of a text stand masks, each with an anchor, which is the token that a draft begins behind, and with a
-depth from 1 up. The mask of depth d at the anchor in place a stands at position a + d and learns the token in place
-a + d + 1. It sees the tokens up to the anchor and the anchor's masks of lower depths, as when it drafts; the tokens
-themselves learn as before, which is depth 0.
+Masks follow the tokens of a text. Each mask has an anchor, the token behind which a draft begins, and a depth of at
+least 1. The mask of depth d whose anchor has index a is at position a + d and learns the token with index a + d + 1.
+It sees the tokens up to the anchor and the anchor's masks of lower depths, as when it drafts; the tokens themselves
+learn as before, which is depth 0.
 
-Of each depth only a share of the anchors has masks, those that the depth before has kept (the paper's conditional
-drop-token): 0.7, 0.49, … of them, and a fifth at least. So a text with eight depths costs three times its tokens, not
-eight times.
+At each depth only a share of the anchors has masks, chosen from those of the depth before (the paper's conditional
+drop-token): 0.7, 0.49, … of the anchors, and at least a fifth. So a text with eight depths takes the time of three
+times its tokens, not of eight times.
 """
 
 import shutil
@@ -30,7 +30,7 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import read_json, write_json
 
 KEPT, LEAST_KEPT = 0.7, 0.2
-"""Share of a depth's masks by those of the depth before, and the least share of the anchors."""
+"""Share of the masks of a depth that the next depth keeps, and the least share of the anchors."""
 NUM_DEPTHS = 8
 _WINDOWED = "sliding_attention"
 _TOKENIZER_FILES = (
@@ -45,19 +45,21 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Masks:
-    """Masks behind texts [texts, masks]: places of their anchors, and their depths; depth 0 is padding."""
+    """Masks behind texts [texts, masks]: indices of their anchors, and their depths; depth 0 is padding."""
 
     anchors: Tensor
     depths: Tensor
 
     @property
     def places(self) -> Tensor:
-        """Positions, which are those of the tokens that the masks stand for."""
+        """Positions of the masks, which are the positions of the tokens that they stand for."""
         return self.anchors + self.depths
 
 
 def choose_masks(is_anchor: Tensor, num_depths: int, generator: torch.Generator, kept: float = KEPT) -> Masks:
-    """Masks for the anchors [texts, tokens] that are True, of depths 1 to `num_depths` - 1, with the paper's drops."""
+    """Masks for the anchors that are True in `is_anchor` [texts, tokens], of depths 1 to `num_depths` - 1, with the
+    paper's drops.
+    """
     rows: list[list[tuple[int, int]]] = []
     for row in is_anchor:
         anchors = row.nonzero().flatten()
@@ -91,7 +93,9 @@ def visible(num_tokens: int, masks: Masks, window: int | None = None) -> Tensor:
 
 
 class ParallelModel(nn.Module):
-    """A causal model of transformers that learns to draft several tokens in a pass, by `mask_token`."""
+    """A causal model of transformers that learns to draft several tokens in a pass, with `mask_token` in
+    their places.
+    """
 
     def __init__(self, model: PreTrainedModel, mask_token: int) -> None:
         super().__init__()
@@ -100,7 +104,7 @@ class ParallelModel(nn.Module):
         self.vocab_size = _num_ids(model)
 
     def logits_at(self, tokens: Tensor, masks: Masks, places: Tensor) -> Tensor:
-        """Logits [texts, places, vocab] behind these places of the texts with masks behind them."""
+        """Logits [texts, places, vocab] at these places of the texts followed by their masks."""
         num_texts, num_tokens = tokens.shape
         ids = torch.cat([tokens, torch.full_like(masks.anchors, self.mask_token)], 1)
         positions = torch.cat([torch.arange(num_tokens).expand(num_texts, -1), masks.places], 1)
@@ -116,7 +120,9 @@ class ParallelModel(nn.Module):
         return logits
 
     def losses_of(self, rows: Rows, num_depths: int, sums: Losses, generator: torch.Generator) -> Tensor:
-        """Mean cross-entropy of the target's distribution where it is known, at the tokens and at the masks chosen."""
+        """Mean cross-entropy with the target's distribution, where that is known, at the tokens and at the chosen
+        masks.
+        """
         has_targets = rows.top_probs[..., 0] > 0
         num_tokens = rows.tokens.shape[1]
         masks = choose_masks(has_targets.roll(-1, 1), num_depths, generator)
@@ -142,7 +148,9 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def accepted_lengths(self, rows: Rows, max_draft_len: int) -> Tensor:
-        """`runtime.training.unrolled.accepted_lengths`, of drafts of one pass behind each output token."""
+        """Lengths as in `runtime.training.unrolled.accepted_lengths`, for drafts of one pass behind each
+        output token.
+        """
         num_tokens = rows.tokens.shape[1]
         masks = choose_masks(rows.is_output.roll(-1, 1), max_draft_len, torch.Generator(), kept=1.0)
         places = torch.arange(num_tokens + masks.anchors.shape[1])
@@ -171,7 +179,7 @@ def open_model(model_dir: Path) -> ParallelModel:
 
 
 def check_has_no_states(config: PreTrainedConfig, model_dir: Path) -> None:
-    """SpecDecError for a model with recurrent states, which would have to skip the masks."""
+    """SpecDecError for a model with recurrent states, which would have to leave out the masks."""
     if layers_that_keep(config)[1]:
         raise SpecDecError(
             f"a model whose layers have states cannot learn to draft in parallel: {model_dir}",
@@ -180,8 +188,8 @@ def check_has_no_states(config: PreTrainedConfig, model_dir: Path) -> None:
 
 
 def choose_mask_token(model: PreTrainedModel, model_dir: Path) -> int:
-    """The id of the model's mask token: the one that it has, or one that no text has: an embedding that the tokenizer
-    does not use, or the padding token. A model without either gets an embedding more.
+    """The id of the model's mask token: its own; otherwise an id that no text has, which is an embedding that the
+    tokenizer does not use, or the padding token. A model without such an id gets a further embedding.
     """
     config = model.config
     if type(own := getattr(config, PARD_MASK, None)) is int:
@@ -203,7 +211,7 @@ def _num_ids(model: PreTrainedModel) -> int:
 
 
 def _num_tokens(model_dir: Path) -> int | None:
-    """Ids that the tokenizer of a directory uses; None if it has no tokenizer.json."""
+    """Number of ids that the tokenizer of a directory uses; None if it has no tokenizer.json."""
     if not (model_dir / "tokenizer.json").is_file():
         return None
     content = read_json(model_dir / "tokenizer.json")
@@ -213,7 +221,7 @@ def _num_tokens(model_dir: Path) -> int | None:
 
 
 class ParallelTrainer(Trainer):
-    """`Trainer` of a `ParallelModel`; which masks a step has depends on the seed and the step alone."""
+    """`Trainer` of a `ParallelModel`. The masks of a step depend on the seed and the step alone."""
 
     def losses(self, sums: Losses) -> Tensor:
         generator = torch.Generator().manual_seed(self.schedule.random_seed * 1_000_003 + self.step)
@@ -223,7 +231,7 @@ class ParallelTrainer(Trainer):
 
 
 class ParallelRun(TrainingRun):
-    """A `TrainingRun` that adapts a causal model, whose directory or GGUF file is given in the place of a head."""
+    """A `TrainingRun` that adapts a causal model, whose directory or GGUF file is given in place of a head."""
 
     trainer_class = ParallelTrainer
 
@@ -246,7 +254,7 @@ class ParallelRun(TrainingRun):
         return found
 
     def write_model(self, directory: Path, tokenizer_dir: Path) -> None:
-        """The model as it is now, in the dtype that it was published in, with the tokenizer's files."""
+        """Write the present model, in the dtype in which it was published, with the tokenizer's files."""
         model: Any = self.head
         config = model.model.config
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16

@@ -1,7 +1,8 @@
-"""The file of what a target computes of texts: the hidden states that a head reads, and its likeliest tokens.
+"""The file of a target's results for texts: the hidden states that a head reads, and the most probable tokens.
 
-A record for each token, text after text. The file grows by whole texts; one that was written in part, when a process
-was killed, is cut off when it is opened again. It is read through memory mapping, so a large one needs no memory.
+It has a record for each token, text after text. The file grows by whole texts; a text that was written in part, when a
+process was killed, is cut off when the file is opened again. It is read through memory mapping, so a large file needs
+no memory.
 """
 
 import os
@@ -24,16 +25,16 @@ from runtime.training.unrolled import Rows
 from runtime.util.errors import SpecDecError
 
 NUM_TOP = 32
-"""Tokens that are kept of a distribution."""
+"""Number of most probable tokens that are kept for each distribution."""
 _MAX_LOGITS, _GROUP = 1 << 23, 64
 _NUM_JUDGED, _LIKELY, _LEAST_LIKELY = 256, 8, 0.6
 _FREE_BYTES = 1 << 26
-"""Room that is left on the disk for checkpoints and the head."""
+"""Bytes left free on the disk for checkpoints and the head."""
 
 
 @dataclass(frozen=True)
 class _AllStates:
-    """Memory of tokens' hidden states as they are, and of no keys."""
+    """A stand-in for a head, which has the engine keep tokens' hidden states unchanged, and no keys."""
 
     state_size: int
     kv_layers: Seq[LayerShape] = ()
@@ -44,9 +45,8 @@ class _AllStates:
 
 
 def read_states(engine: Engine, traces: Seq[Trace], *, of_prompts: bool) -> Iterator[np.ndarray[Any, Any]]:
-    """Records of each text's tokens, by one pass of the target. The engine must reuse no blocks.
-
-    Likeliest tokens are those of outputs, and with `of_prompts` of prompts.
+    """Records of each text's tokens, from a pass of the target. The engine must reuse no blocks. Most probable tokens
+    are recorded for outputs, and with `of_prompts` also for prompts.
     """
     cache = engine.add_head(_AllStates(width)) if (width := width_of(engine)) else None
     try:
@@ -58,12 +58,12 @@ def read_states(engine: Engine, traces: Seq[Trace], *, of_prompts: bool) -> Iter
 
 
 def width_of(engine: Engine) -> int:
-    """Numbers of a token's hidden states."""
+    """Numbers in a token's hidden states."""
     return len(engine.config.build_config.hidden_states) * int(engine.config.pretrained_config["hidden_size"])
 
 
 def check_answers(all_records: Iterator[np.ndarray[Any, Any]], traces: Seq[Trace]) -> Iterator[np.ndarray[Any, Any]]:
-    """The same records. SpecDecError where the first texts' outputs are not what this target would have said."""
+    """The same records. SpecDecError if the outputs of the first texts are not this target's."""
     num_likely = num_tokens = 0
     for records, trace in zip(all_records, traces, strict=True):
         if num_tokens < _NUM_JUDGED:
@@ -81,12 +81,14 @@ def check_answers(all_records: Iterator[np.ndarray[Any, Any]], traces: Seq[Trace
 
 
 def record_type(width: int) -> np.dtype[Any]:
-    """Record of a token: bfloat16 hidden states, and the likeliest tokens in its place with their probabilities."""
+    """Type of a token's record: bfloat16 hidden states, and the most probable tokens at its position with their
+    probabilities.
+    """
     return np.dtype([("states", "<i2", (width,)), ("ids", "<i4", (NUM_TOP,)), ("probs", "<f2", (NUM_TOP,))])
 
 
 def _records(engine: Engine, cache: HeadCache | None, trace: Trace, first: int) -> np.ndarray[Any, Any]:
-    """Records with the likeliest tokens from place `first` on."""
+    """Records of a text, with the most probable tokens from index `first` on."""
     tokens = [*trace.prompt_tokens, *trace.output_tokens]
     records = np.zeros(len(tokens), record_type(width_of(engine)))
     sequence = Sequence.start(Request(0, tuple(tokens), 1))
@@ -111,9 +113,10 @@ def _records(engine: Engine, cache: HeadCache | None, trace: Trace, first: int) 
 
 
 def likeliest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """(N, num) probabilities of the likeliest tokens by (N, vocab) logits, falling, and the tokens' ids.
+    """Probabilities [rows, num] of the most probable tokens, in falling order, from logits [rows, vocab], and the
+    tokens' ids.
 
-    The likeliest tokens are in the groups of the highest maxima: of a large vocabulary few numbers are sorted.
+    The most probable tokens are in the groups with the highest maxima, so few numbers of a large vocabulary are sorted.
     """
     padded = nn.functional.pad(logits, (0, -logits.shape[-1] % _GROUP), value=-torch.inf)
     groups = padded.reshape(len(logits), -1, _GROUP)
@@ -125,14 +128,16 @@ def likeliest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 class StatesFile:
-    """The file of texts' records. `lengths` are the texts' tokens; those at the beginning of the file are there."""
+    """The file of texts' records. `lengths` has the texts' numbers of tokens. The file may have only the first of these
+    texts.
+    """
 
     def __init__(self, path: Path, lengths: Seq[int], width: int) -> None:
         self.path, self.lengths, self._type = path, list(lengths), record_type(width)
         self._ends = np.cumsum(self.lengths) * self._type.itemsize
         size = path.stat().st_size if path.exists() else 0
         self.num_texts = int(np.searchsorted(self._ends, size, side="right"))
-        """Texts whose records are there."""
+        """Number of texts whose records are in the file."""
         if path.exists():
             os.truncate(path, self._end_of(self.num_texts))
 
@@ -140,7 +145,7 @@ class StatesFile:
         return int(self._ends[num_texts - 1]) if num_texts else 0
 
     def check_room(self) -> None:
-        """SpecDecError if the disk is too small for the rest."""
+        """SpecDecError if the disk has too little room for the missing records."""
         status = os.statvfs(self.path.parent)
         needed = self._end_of(len(self.lengths)) - self._end_of(self.num_texts)
         free, num_tokens = status.f_bavail * status.f_frsize, sum(self.lengths[self.num_texts :])
@@ -153,7 +158,7 @@ class StatesFile:
             )
 
     def append(self, all_records: Iterator[np.ndarray[Any, Any]], done: Callable[[int], None]) -> None:
-        """Write the records of the texts that are missing; `done` is called with the tokens of each."""
+        """Write the records of the missing texts; `done` is called with the number of tokens of each."""
         with self.path.open("ab") as file:
             for records in all_records:
                 assert len(records) == self.lengths[self.num_texts]
@@ -162,7 +167,7 @@ class StatesFile:
                 done(len(records))
 
     def rows(self, texts: Seq[int], traces: Seq[Trace]) -> Rows:
-        """These texts side by side."""
+        """The records of these texts as `Rows`, padded to the same length."""
         longest = max(self.lengths[i] for i in texts)
         records = np.zeros((len(texts), longest), self._type)
         tokens = torch.zeros(len(texts), longest, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """A training of a head from its beginning to its end, however often it is interrupted.
 
-What it needs stands in a directory of its own: its settings, the target's hidden states of the texts, and a checkpoint.
-From these the same command goes on, and ends with the same weights. Other settings are an error.
+Its state is in a directory of its own: its settings, the target's hidden states of the texts, and a checkpoint. With
+these the same command continues, and ends with the same weights. Other settings are an error.
 """
 
 import os
@@ -55,7 +55,9 @@ _EVALUATED_TOKENS = 2048
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of a training. `draft_vocab_size` None: what the given head has, or of a new one `NEW_VOCAB_SIZE`."""
+    """Settings of a training. `draft_vocab_size` None stands for the given head's vocabulary, or, for a new head,
+    `NEW_VOCAB_SIZE`.
+    """
 
     draft_vocab_size: int | None = None
     num_epochs: int = 3
@@ -64,7 +66,7 @@ class TrainingSettings:
     batch_tokens: int = 2048
     random_seed: int = 0
     learn_prompts: bool = False
-    """True: the first token of drafts is learned in prompts too."""
+    """True if the first token of drafts is learned from prompts too."""
 
 
 NEW_VOCAB_SIZE = 8192
@@ -72,7 +74,7 @@ NEW_VOCAB_SIZE = 8192
 
 @dataclass(frozen=True)
 class Texts:
-    """Traces to learn from, and others to measure on."""
+    """Traces to learn from, and further traces to measure on."""
 
     learned: list[Trace]
     held_out: list[Trace]
@@ -84,7 +86,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Tokens of held-out texts, and the target's steps for them with drafts of 1, 2, ... tokens, whole."""
+    """Number of tokens in the held-out texts, and the target's steps for them with whole drafts of 1, 2, ... tokens."""
 
     num_tokens: int
     num_steps: list[int]
@@ -96,7 +98,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Target:
-    """The target, as an engine that reuses no blocks, and as the model that it was made of."""
+    """The target, as an engine that reuses no blocks, and as the model from which the engine was made."""
 
     engine: Engine
     model_dir: Path
@@ -104,13 +106,13 @@ class Target:
 
 
 Progress = Callable[[int, str], None]
-"""Called with the number of further items done, and a remark."""
+"""Function that is called with the number of further items done, and a remark."""
 
 
 def split_traces(traces: Seq[Trace], max_len: int, held_out: Seq[Trace] | None) -> tuple[Texts, int]:
-    """Texts cut to `max_len` tokens, one in ten held out if none are given, and how many had to be left out.
-
-    Left out are those of which no output remains to learn from. SpecDecError for too few.
+    """Texts cut to `max_len` tokens, divided into those to learn from and those held out (one in ten, if none are
+    given), and the number of texts left out because no output token remains to learn from. SpecDecError for too few
+    texts.
     """
     kept = [_cut(trace, max_len) for trace in traces]
     usable = [trace for trace in kept if _is_usable(trace)]
@@ -142,7 +144,7 @@ def _is_usable(trace: Trace) -> bool:
 
 
 class TrainingRun:
-    """A training in its directory. Opened, it knows its head and how far it has come."""
+    """A training in its directory. Once opened, it knows its head and its progress."""
 
     trainer_class = Trainer
 
@@ -189,7 +191,7 @@ class TrainingRun:
             ) from error
 
     def _agree_on(self, wanted: dict[str, Any]) -> None:
-        """Settings of a training that is gone on with are as they were."""
+        """Check that a training that is continued has the same settings as before."""
         where = self.directory / "settings.json"
         if not where.is_file():
             write_json(where, wanted)
@@ -205,11 +207,11 @@ class TrainingRun:
 
     @property
     def longest(self) -> int:
-        """The longest drafts that are measured."""
+        """Length of the longest drafts that are measured."""
         return min(MAX_EVALUATED_LEN, len(self.head.heads) if isinstance(self.head, ChainedMtp) else MAX_EVALUATED_LEN)
 
     def _open(self, given: Any, end_ids: frozenset[int]) -> tuple[Any, Any]:
-        """The head that is trained, or another model that drafts, and its config."""
+        """Open the head to train, or another model that drafts, and its config."""
         return self._open_head(given, end_ids)
 
     def _open_head(self, given: HeadConfig | None, end_ids: frozenset[int]) -> tuple[HeadConfig, TrainedHead]:
@@ -226,7 +228,7 @@ class TrainingRun:
         return head.config, have_unrolled_attention(head)
 
     def _make_head(self, size: int, end_ids: frozenset[int]) -> HeadConfig:
-        """A new head's directory, in that of the training."""
+        """Make a new head's directory inside the training's directory."""
         directory = self.directory / "initial"
         vocab_size = self.engine.config.vocab_size
         ids = choose_vocabulary(_pairs(self.texts.learned), range(vocab_size), size, end_ids)
@@ -238,7 +240,9 @@ class TrainingRun:
         return read_head(directory)
 
     def _weights_of_target(self, layer: int) -> TargetWeights:
-        """The target's output layer, which may be its embeddings, its last norm and this layer, by usual names."""
+        """The target's output layer, which may be its embeddings, its last norm, and the weights of this layer, by
+        their usual names.
+        """
         ends, prefix = ("lm_head.weight", "embed_tokens.weight", "model.norm.weight"), f".layers.{layer}."
         _, read = read_numbers(self._model_dir, torch.float32, lambda name: name.endswith(ends) or prefix in name)
         found = {end: one for end in ends for name, one in read.items() if name.endswith(end)}
@@ -254,14 +258,16 @@ class TrainingRun:
         return TargetWeights(output_layer, found.get("model.norm.weight"), own)
 
     def compute_states(self, progress: Progress) -> None:
-        """The target's hidden states of all texts, those that are there already left out. They must be its answers."""
+        """Compute the target's hidden states of all texts, except those that were computed before. The texts must be
+        the target's answers.
+        """
         self.states.check_room()
         missing = self.texts.all[self.states.num_texts :]
         records = check_answers(read_states(self.engine, missing, of_prompts=self.settings.learn_prompts), missing)
         self.states.append(records, lambda num_tokens: progress(num_tokens, ""))
 
     def train(self, progress: Progress) -> None:
-        """Go on to the end; what is learned is saved every minute."""
+        """Train to the end; the state is saved every minute."""
         saved = time.monotonic()
         while not self.trainer.is_done:
             sums = self.trainer.train_step()
@@ -283,7 +289,7 @@ class TrainingRun:
             new.unlink(missing_ok=True)
 
     def measure_before(self, progress: Progress) -> Accepted:
-        """`measure` with the head that the training began with, as it was measured then."""
+        """The result of `measure` for the head with which the training began, measured at that time."""
         where = self.directory / "before.json"
         if not where.is_file():
             write_json(where, asdict(self.measure(progress)))
@@ -291,7 +297,7 @@ class TrainingRun:
         return Accepted(found["num_tokens"], found["num_steps"])
 
     def measure(self, progress: Progress) -> Accepted:
-        """Steps that held-out texts would have taken with the head as it is now."""
+        """Steps that the held-out texts would have taken with the present head."""
         first, longest = len(self.texts.learned), self.longest
         num_steps, num_tokens = [0] * longest, 0
         lengths = self.states.lengths[first:]
@@ -306,11 +312,11 @@ class TrainingRun:
         return Accepted(num_tokens, num_steps)
 
     def accepted(self, texts: Seq[int]) -> Tensor:
-        """`accepted_lengths` of these texts, with the head as it is now."""
+        """The `accepted_lengths` of these texts, with the present head."""
         return accepted_lengths(self.head, self._rows(texts), self.longest)
 
     def write(self, directory: Path, target_name: str, draft_len: int) -> None:
-        """The head as it is now, in the target's dtype."""
+        """Write the present head, in the target's dtype."""
         dtype = getattr(torch, self.engine.config.dtype)
         if isinstance(self.head, MtpHead | ChainedMtp):
             write_mtp(directory, self.head, dtype)
@@ -348,7 +354,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _multiplies_bfloat16(engine: Engine) -> bool:
-    """True where the build found products in bfloat16 to be faster than in float32."""
+    """True if the build found products in bfloat16 to be faster than in float32."""
     return engine.config.arithmetic in ("avx512_bf16", "amx_bf16")
 
 

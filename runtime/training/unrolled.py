@@ -1,10 +1,11 @@
-"""Training of heads with the target frozen: the loss, what a head would have drafted, and the loop.
+"""Training of heads with the target frozen: the loss, the drafts that a head would have made, and the loop.
 
 A head is trained as it drafts (the training-time test of arXiv 2503.01840): its step 0 reads the target's hidden states
-at every token of a text, and each further step reads what the head gave out itself, so that it meets its own errors. In
-step k place j of a row is the pair of token j + 1 + k and what is known of the token before it, and predicts token
-j + 2 + k. It sees the keys of step 0 up to place j, and of the steps after that those of its own place alone: these are
-what it would have drafted from there. Of several MTP layers step k is layer k, which sees its own keys up to place j.
+at every token of a text, and each further step reads the head's own outputs, so that it meets its own errors. In step
+k, place j of a row is the pair of token j + 1 + k and the state of the token before it, and predicts token j + 2 + k.
+It sees the keys of step 0 up to place j, and of later steps only the keys at its own place: these are the keys that it
+would have when drafting from there. In a head of several MTP layers, step k is layer k, which sees its own keys up to
+place j.
 """
 
 import math
@@ -28,7 +29,7 @@ UNROLLED = "specdec_unrolled"
 TrainedHead = EagleHead | MtpHead | ChainedMtp
 AnyHead = TypeVar("AnyHead", EagleHead, MtpHead, ChainedMtp)
 STEP_DECAY = 0.8
-"""Weight of a step's loss by that of the step before."""
+"""Weight of a step's loss, relative to the step before."""
 _WARM_UP, _LAST_RATE, _MAX_NORM = 0.04, 0.05, 1.0
 
 
@@ -41,7 +42,7 @@ class Unrolled:
     values: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def keep(self, places: Tensor) -> None:
-        """Go on with these (B, M) places alone; keys and values of step 0 stay as they are."""
+        """Continue with these places [B, M] alone; keys and values of step 0 stay unchanged."""
         self.places = places
         for of_layers in (self.keys, self.values):
             for layer, (first, *others) in of_layers.items():
@@ -49,7 +50,7 @@ class Unrolled:
 
 
 def _index(places: Tensor, of: Tensor) -> Tensor:
-    """Places as an index into dimension 2 of (B, H, T, D)."""
+    """Places as an index into dimension 2 of a tensor [B, H, T, D]."""
     return places[:, None, :, None].expand(-1, of.shape[1], -1, of.shape[3])
 
 
@@ -61,7 +62,7 @@ def unrolled_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one step over step 0 and over the query's own place in later ones. Returns (B, M, H, D)."""
+    """Attention of a step over step 0 and over the query's own place in later steps. Returns [B, M, H, D]."""
     unrolled: Unrolled = kwargs["unrolled"]
     scaling, sliding_window = kwargs.get("scaling"), kwargs.get("sliding_window")
     groups, layer = query.shape[1] // key.shape[1], int(module.layer_idx)  # type: ignore[arg-type]
@@ -89,7 +90,7 @@ AttentionInterface.register(UNROLLED, unrolled_attention)
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts to learn from, padded at the right to N tokens; of each token what the target said of it."""
+    """Texts to learn from, padded at the right to N tokens, with the target's results for each token."""
 
     tokens: Tensor  # (B, N) int64
     states: Tensor  # (B, N, width) hidden states that the head reads
@@ -99,8 +100,9 @@ class Rows:
 
 
 def have_unrolled_attention(head: AnyHead) -> AnyHead:
-    """The head with attention for training, in float32, with gradients. What is the target's stays: the embeddings, and
-    an MTP head's output layer."""
+    """Give the head attention for training, in float32, with gradients. Weights that are the target's do not learn: the
+    embeddings, and an MTP head's output layer.
+    """
     head = head.float()
     for module in head.modules():
         config = getattr(module, "config", None)
@@ -115,11 +117,11 @@ def have_unrolled_attention(head: AnyHead) -> AnyHead:
 
 
 def unroll(head: TrainedHead, rows: Rows, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(B, M) places of each step, and its (B, M, hidden) outputs there.
+    """Places [B, M] of each step, and the head's outputs [B, M, hidden] there.
 
-    Step 0 has all places, N - 1 of them. The others have those from which outputs are predicted, up to the longest
-    row's number of these; what is beyond a row's end has numbers that mean nothing. Several layers are as many steps,
-    which have all places.
+    Step 0 has all N - 1 places. Further steps have the places from which outputs are predicted, up to the longest row's
+    number of these; numbers beyond a row's end mean nothing. A head of several layers has as many steps, all with all
+    places.
     """
     if isinstance(head, ChainedMtp):
         yield from _through_layers(head, rows, num_steps)
@@ -138,7 +140,9 @@ def unroll(head: TrainedHead, rows: Rows, num_steps: int) -> Iterator[tuple[Tens
 
 
 def _through_layers(head: ChainedMtp, rows: Rows, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """`unroll` of several layers: each has keys of its own, of all tokens of a text. So a step is one pass over it."""
+    """Places and outputs as from `unroll`, for a head of several layers. Each layer has keys of its own, for all tokens
+    of a text, so a step is a pass through a layer.
+    """
     places = torch.arange(rows.tokens.shape[1] - 1)[None]
     states = rows.states[:, :-1].to(next(head.parameters()).dtype)
     for step, layer in enumerate(layers_of_mtp(head)[:num_steps]):
@@ -149,7 +153,9 @@ def _through_layers(head: ChainedMtp, rows: Rows, num_steps: int) -> Iterator[tu
 
 
 def _drafting_places(rows: Rows, num_steps: int) -> Tensor:
-    """(B, M) the last M places of each row from which a step after the first predicts an output, or fewer before."""
+    """The last M places [B, M] of each row from which a step after the first predicts an output; for a row with fewer,
+    also places before.
+    """
     num_places = rows.tokens.shape[1] - 1
     first = (rows.is_output.int().argmax(1) - 1 - num_steps).clamp_min(0)
     end = num_places - rows.is_output.flip(1).int().argmax(1)
@@ -159,13 +165,15 @@ def _drafting_places(rows: Rows, num_steps: int) -> Tensor:
 
 
 def own_ids(head: TrainedHead, ids: Tensor) -> Tensor:
-    """The head's ids by the target's; the draft vocabulary's size for those that it never drafts."""
+    """The head's ids for the target's ids; for ids that it never drafts, the draft vocabulary's size."""
     return ids if head.draft_ids is None else rows_by_id(head.draft_ids, head.config.vocab_size)[ids]
 
 
 @dataclass
 class Losses:
-    """Sums over predicted tokens, by step: cross-entropy in nats, and how many were predicted rightly."""
+    """Sums over predicted tokens, by step: cross-entropy in nats, and the number of tokens that were predicted
+    correctly.
+    """
 
     loss: list[float]
     num_right: list[int]
@@ -177,10 +185,10 @@ class Losses:
 
 
 def losses_of(head: TrainedHead, rows: Rows, num_steps: int, sums: Losses) -> Tensor:
-    """Mean cross-entropy of the target's distribution over the draft vocabulary, steps weighted by `STEP_DECAY`.
+    """Mean cross-entropy with the target's distribution over the draft vocabulary, steps weighted by `STEP_DECAY`.
 
-    Counted are tokens that the head may draft: of outputs, and in step 0 of prompts too where the target's distribution
-    is known. Of that its likeliest tokens are kept.
+    Only tokens that the head may draft are counted: tokens of outputs, and in step 0 also tokens of prompts where the
+    target's distribution is known. Only the most probable tokens of that distribution are kept.
     """
     total = rows.states.new_zeros((), dtype=torch.float32)
     size, own = head.config.draft_vocab_size, own_ids(head, rows.tokens)
@@ -206,7 +214,7 @@ def losses_of(head: TrainedHead, rows: Rows, num_steps: int, sums: Losses) -> Te
 
 
 def _shifted(tokens: Tensor, places: Tensor, step: int, beyond: int) -> Tensor:
-    """(B, M) values, of (B, N), that belong to the token that a step predicts from these places."""
+    """Values [B, M], from `tokens` [B, N], for the tokens that a step predicts from these places."""
     at = places + 2 + step
     found = tokens.gather(1, at.clamp_max(tokens.shape[1] - 1))
     return found.where(at < tokens.shape[1], torch.full_like(found, beyond))
@@ -214,10 +222,9 @@ def _shifted(tokens: Tensor, places: Tensor, step: int, beyond: int) -> Tensor:
 
 @torch.no_grad()
 def accepted_lengths(head: TrainedHead, rows: Rows, max_draft_len: int) -> Tensor:
-    """(B, N - 1) tokens of a greedy draft that the row's text accepts, if its last token is at place j + 1.
-
-    Of places before the outputs nothing beyond the first token is counted. While a draft agrees with the text, what the
-    head reads of the text is what it would have drafted.
+    """Number of tokens [B, N - 1] that the row's text accepts of a greedy draft behind token j + 1, for each place j.
+    For places before the outputs, only the first token is counted. As long as a draft agrees with the text, the head
+    reads the same tokens as in a real draft.
     """
     own = own_ids(head, rows.tokens)
     lengths = torch.zeros(rows.tokens.shape[0], rows.tokens.shape[1] - 1, dtype=torch.int64)
@@ -229,10 +236,11 @@ def accepted_lengths(head: TrainedHead, rows: Rows, max_draft_len: int) -> Tenso
 
 
 def steps_of(lengths: Seq[int], first: int, num_tokens: int, draft_len: int) -> int:
-    """Steps that a target takes for a text's tokens from `first` on, with drafts of at most `draft_len`.
+    """Number of steps that a target takes for a text's tokens from `first` on, with drafts of at most `draft_len`
+    tokens. The first token comes from the context phase. `lengths` is a row of `accepted_lengths`.
 
-    The first comes of the prompt. `lengths` is a row of `accepted_lengths`. With 10 tokens, of which 4 are the prompt,
-    and drafts of which always one is accepted: token 4, then 5 and 6, 7 and 8, 9.
+    For example, 10 tokens, of which 4 are the prompt, with drafts of which one token is always accepted: token 4, then
+    5 and 6, 7 and 8, 9.
     """
     num_steps, last = 1, first
     while last < num_tokens - 1:
@@ -251,7 +259,7 @@ class Schedule:
     random_seed: int
 
     def rate(self, step: int) -> float:
-        """Rises to the learning rate, and falls as a cosine to a twentieth of it."""
+        """Learning rate at a step: it rises to its maximum, and falls as a cosine to a twentieth of it."""
         warm_up = max(1, round(_WARM_UP * self.num_steps))
         if step < warm_up:
             return self.learning_rate * (step + 1) / warm_up
@@ -260,9 +268,8 @@ class Schedule:
 
 
 def batches(lengths: Seq[int], num_tokens: int, random_seed: int, epoch: int) -> list[list[int]]:
-    """Texts of an epoch in batches of about `num_tokens` tokens, padding included; a function of its arguments.
-
-    Texts of one length lie together, and the batches in any order.
+    """Texts of an epoch in batches of about `num_tokens` tokens, padding included; a function of its arguments. Texts
+    of similar length are in the same batch, and the batches are in random order.
     """
     order = list(range(len(lengths)))
     rng = random.Random(f"{random_seed} {epoch}")
@@ -279,16 +286,18 @@ def batches(lengths: Seq[int], num_tokens: int, random_seed: int, epoch: int) ->
 
 
 class Trainer:
-    """The loop. What it has learned, and its place in the data, are `state`: from there it goes on to the same end."""
+    """The training loop. `state` has the learned weights and the place in the data; from there the loop continues to
+    the same end.
+    """
 
     def __init__(
         self, head: TrainedHead, schedule: Schedule, rows_of: Callable[[int], Rows], *, autocast: bool = False
     ) -> None:
-        """`autocast`: products are computed in bfloat16, and everything is kept in float32."""
+        """Products are computed in bfloat16 if `autocast` is True, while all weights are kept in float32."""
         self.head, self.schedule, self._rows_of = head, schedule, rows_of
         self._autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
         self.step = 0
-        """Optimizer steps done; `rows_of` gives the rows of each."""
+        """Number of optimizer steps done; `rows_of` gives the rows of each."""
         self._parameters = [one for one in head.parameters() if one.requires_grad]
         self._optimizer = torch.optim.AdamW(self._parameters, betas=(0.9, 0.95), weight_decay=0.01)
 

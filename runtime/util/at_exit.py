@@ -1,4 +1,4 @@
-"""Closes generators and engines that are open when the interpreter ends, before finalizers find modules gone.
+"""Closes generators and engines that are open when the interpreter ends, before finalizers find that modules are gone.
 
 A script may end with an `LLM` that nobody closed, or a generator that nobody read to its end, in any thread.
 """
@@ -17,7 +17,7 @@ _process_id = os.getpid()
 
 
 def closed_at_exit(generator: Generator[T]) -> Generator[T]:
-    """The generator, which is closed before everything else."""
+    """The generator, registered to be closed before everything else at the end of the process."""
     _generators.add(generator)
     return generator
 

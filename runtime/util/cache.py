@@ -37,15 +37,15 @@ from runtime.util.files import (
 _CHUNK_BYTES = 1 << 22
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 SIZES = "bytes, or a number with K, M, G or T (1,000 bytes and so on: 20G) or Ki, Mi, Gi or Ti (1,024: 20GiB)"
-"""Forms of a size, for hints."""
+"""Forms of a size such as 20G, for hints."""
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
 _TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
 _SHA256 = re.compile("[0-9a-f]{64}")
 _PACKAGE = Path(__file__).parents[1]
 PROFILES = "profiles"
-"""Directory of the profiles that are models' defaults (`runtime.builder.profile`)."""
+"""Directory of the models' default profiles (`runtime.builder.profile`)."""
 WEIGHTS = "weights"
-"""Directory of files that several engines have in common, each named by its SHA-256 (`share_files`)."""
+"""Directory of files that several engines share, each named by its SHA-256 (`share_files`)."""
 _PARTS = ("engines", "digests", PROFILES, WEIGHTS)
 _SHARED_BYTES = 1 << 20  # of smaller files a link saves nothing worth
 _USUAL_SIZE = "50G"
@@ -58,17 +58,19 @@ LEFT_OUT = {
     "proof": "checks what an engine has answered",
     "training": "writes the files of heads, whose digests are in an engine's identity",
 }
-"""Parts of `runtime` that do not determine an engine's content, and why. Every other source is in its identity."""
+"""Parts of `runtime` that do not determine an engine's content, with the reason. Every other source is part of an
+engine's identity.
+"""
 _BUT = ("drafters/heads",)
 OF_ALL_TO_READ = 0o644
-"""Mode of files in the cache, whatever the umask: one that others may write is refused."""
+"""Mode of files in the cache, whatever the umask is: a file that others may write is refused."""
 KV_CACHE = "kv"
-"""Directory of keys and values, where no other is named."""
+"""Directory of keys and values, unless another is named."""
 COSTS = ".costs"
 """Suffix of the file of measured step costs (`runtime.checkpoint.costs`), beside an engine."""
 
 Range = tuple[int, int]
-"""Bytes of a file: the first, and one past the last."""
+"""A range of a file's bytes: the first, and one past the last."""
 _seen: dict[tuple[Stamp | Range, ...], str] = {}  # by this process
 _begun: dict[Stamp, "Future[str]"] = {}
 _LARGE_BYTES = 16 << 20
@@ -92,13 +94,13 @@ def _place() -> Path:
 
 
 def build_code(package: Path = _PACKAGE) -> list[Path]:
-    """Sources in `runtime` that an engine's content depends on: all but those `LEFT_OUT`."""
+    """Sources in `runtime` that an engine's content depends on: all except `LEFT_OUT`."""
     found = [path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h")]
     return sorted(path for path in found if not is_left_out(path.relative_to(package)))
 
 
 def is_left_out(path: Path) -> bool:
-    """True for a source, by its path in `runtime`, that does not determine an engine's content."""
+    """True for a source, given by its path in `runtime`, that does not determine an engine's content."""
     return path.parts[0] in LEFT_OUT and not any(path.is_relative_to(folder) for folder in _BUT)
 
 
@@ -119,7 +121,8 @@ def check_private_dir(directory: Path, *above: Path) -> None:
     """SpecDecError for a directory that belongs to another user (root is allowed), or that other users may write into.
 
     A group's write permission is allowed inside a directory `above` that the group cannot enter: with umask 002 all
-    parts of a cache have it, and the cache itself has mode 0700. A link's target may be reachable by another path.
+    parts of a cache have it, and the cache itself has mode 0700. It is not
+    allowed in a link's target, which may be reachable by another path.
     """
     try:
         stat = directory.stat()
@@ -141,7 +144,7 @@ def check_private_dir(directory: Path, *above: Path) -> None:
 
 
 def check_private_file(path: Path) -> None:
-    """`check_private_dir`, for a file or a directory inside the cache.
+    """SpecDecError as from `check_private_dir`, for a file or a directory inside the cache.
 
     No file may be writable by all users. A group's write permission (umask 002) is allowed if the group cannot enter
     the cache's directory, and the file has no other name elsewhere.
@@ -179,9 +182,8 @@ def make_private(entry: Path) -> None:
 
 @contextmanager
 def locked_entry(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Be the only process that makes the cache's entry `path`; files that a killed process left of it are removed.
-
-    Calls `on_wait` if another process is making it. SpecDecError if the cache cannot be written.
+    """Within the block, be the only process that makes the cache's entry `path`. Files of it that a killed process left
+    are removed. Calls `on_wait` if another process is making it. SpecDecError if the cache cannot be written.
     """
     try:
         make_cache_dir()
@@ -212,7 +214,7 @@ def unwritable(error: OSError) -> SpecDecError:
 
 @contextmanager
 def used_entry(path: Path) -> Iterator[bool]:
-    """Yield whether the cache's entry `path` exists; if it does, mark it as used and protect it within the block."""
+    """Yield True if the cache's entry `path` exists; then it is marked as used, and protected within the block."""
     with flocked(path, fcntl.LOCK_SH) as is_there:
         if is_there:
             with contextlib.suppress(OSError):  # a cache that is only read
@@ -221,7 +223,7 @@ def used_entry(path: Path) -> Iterator[bool]:
 
 
 def remove_unused_entry(path: Path) -> bool:
-    """Remove an entry unless a process uses or makes it; returns whether it is gone."""
+    """Remove an entry unless a process uses or makes it; returns True if it is gone."""
     lock = FileLock(path.with_name(f"{path.name}.lock"))
     try:
         lock.acquire(timeout=0)
@@ -254,7 +256,7 @@ def remove_left_over(path: Path) -> None:
 
 
 def sealed(data: bytes) -> bytes:
-    """Content of a cache file, followed by its SHA-256, so that a cut file is noticed."""
+    """Content of a cache file, followed by its SHA-256, so that a cut-off file is noticed."""
     return data + hashlib.sha256(data).digest()
 
 
@@ -271,17 +273,18 @@ def read_sealed(path: Path) -> bytes | None:
 
 
 def digest(parts: Iterable[str]) -> str:
-    """A name for what is made from `parts`."""
+    """A digest of `parts`, which names the things made from them."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
-    """`read_digest`, kept in the cache, so that a large file is read again only if it has changed.
+    """The digest of a file, as from `read_digest`, kept in the cache, so that a large file is read again only if it has
+    changed.
 
     A change is noticed by size, times and a sample of the bytes. The file's name does not matter: an engine's directory
-    is renamed when it is complete. The time of change cannot be set back, but is coarse: a file just written may be
-    written again within the same tick, so its digest is not kept yet. A file whose state this process has seen is not
-    even opened.
+    is renamed when it is complete. The time of change cannot be set back, but is coarse: a new file may be written
+    again within the same tick, so its digest is not kept yet. A file whose state this process has seen is not even
+    opened.
     """
     stamp = stamp_of(path.stat())
     if (seen := _seen.get((stamp, *ranges))) is not None:
@@ -292,8 +295,8 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 
 
 def begin_digests(paths: Iterable[Path]) -> None:
-    """Have a thread compute the `file_digest` of large files that will soon be needed. The process does not wait for it
-    to end.
+    """Have a thread compute the `file_digest` of large files that will soon be needed. At its end the process does not
+    wait for that thread.
     """
     begun: dict[Stamp, tuple[Path, Future[str]]] = {}
     for path in paths:
@@ -333,10 +336,12 @@ def _find_digest(path: Path, ranges: Sequence[Range]) -> str:
 
 
 def keep_digest(path: Path, sha256: str) -> None:
-    """Record the SHA-256 of a file that this process has just written and nobody else writes, for `file_digest`."""
+    """Keep the SHA-256 of a file, for `file_digest`. This process must have just written the file, and no other may
+    write it.
+    """
     with path.open("rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
-        # Or its time would not tell it from what is written into it next.
+        # Otherwise its time would not differ after a next write.
         time.sleep(max(stamp.mtime_ns + _TIME_STEP_NS - time.time_ns(), 0) / 1e9)
         kept = cache_dir() / "digests" / _known_as(file, stamp, ())
     _keep(kept, stamp, (), sha256)
@@ -362,15 +367,13 @@ def _known_as(file: BinaryIO, stamp: Stamp, ranges: Sequence[Range]) -> str:
 
 
 def read_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
-    """SHA-256 of a file, or of these pieces of it in order; always reads the file."""
+    """SHA-256 of a file, or of these ranges of it in order; it always reads the file."""
     with path.open("rb") as file:
         return _digest_of(file, ranges)
 
 
 def read_kept_digest(path: Path) -> str | None:
-    """Read a digest kept by `file_digest`, stored with a checksum over digest and name. None if it is absent or
-    damaged.
-
+    """A digest that `file_digest` kept, with a checksum over digest and name. None if it is absent or damaged.
     SpecDecError if other users may write it.
     """
     check_private_file(path)
@@ -404,20 +407,22 @@ class CachedEngine:
 
 
 def engine_entry(name: Path, identity: str) -> Path:
-    """The directory of a model's engine, from the model's path and a digest of everything the engine is made from."""
+    """The directory of a model's engine, from the model's path and a digest of everything that the engine is made
+    from.
+    """
     return cache_dir() / "engines" / f"{readable_name(name)}-{identity[:16]}"
 
 
 def readable_name(name: Path) -> str:
-    """The beginning of the names of a model's engines, from its path, hub id or shipped name."""
+    """The common beginning of the names of a model's engines, from its path, hub id or shipped name."""
     return re.sub(r"[^\w.-]", "_", name.expanduser().resolve().name)
 
 
 def share_files(entry: Path, digests: Mapping[str, str]) -> None:
-    """Have large files of an entry that this process has just made be links to one file for each content.
+    """Replace large files of an entry that this process has just made by links, so that equal files are stored once.
+    `digests` has the SHA-256 of files by their names in the entry.
 
-    `digests` has the SHA-256 of files by their names in the entry. Engines of one model differ in limits, and have the
-    same weights. A shared file that is damaged is replaced.
+    Engines of a model differ in limits, and have the same weights. A shared file that is damaged is replaced.
     """
     with _shared_files() as directory:
         for name, sha256 in digests.items():
@@ -445,7 +450,7 @@ def remove_unshared_files() -> None:
 
 @contextmanager
 def _shared_files() -> Iterator[Path]:
-    """The directory of shared files, which no other process changes in the block."""
+    """The directory of shared files, which no other process changes within the block."""
     directory = cache_dir() / WEIGHTS
     directory.mkdir(mode=0o700, exist_ok=True)
     with FileLock(directory / ".lock"):
@@ -453,7 +458,9 @@ def _shared_files() -> Iterator[Path]:
 
 
 def size_in_bytes(text: str) -> int | None:
-    """Bytes of `500M`, `20G`, `1.5T`, `20GiB` or a number; None for what is no size. G is 1,000 M, and Gi 1,024 Mi."""
+    """Bytes of `500M`, `20G`, `1.5T`, `20GiB` or a number; None for a text that is no size. G is 1,000 M, and Gi 1,024
+    Mi.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if found is None:
         return None
@@ -470,7 +477,7 @@ def max_cache_bytes() -> int:
 
 
 def unique_bytes(paths: Iterable[Path]) -> int:
-    """Bytes of all files in these directories; a file that is linked to several times counts once."""
+    """Bytes of all files in these directories; a file with several links counts once."""
     found = (state for path in paths for _, state in files_below(path))
     return sum({(state.st_dev, state.st_ino): state.st_size for state in found}.values())
 
@@ -498,7 +505,7 @@ def other_bytes() -> int:
 
 
 def engines_bytes(engines: Iterable[CachedEngine]) -> int:
-    """Bytes that engines take together, where some share their weights."""
+    """Bytes that engines take together; shared weights count once."""
     return unique_bytes(engine.path for engine in engines)
 
 
@@ -513,7 +520,9 @@ def engines_to_prune(engines: list[CachedEngine], max_bytes: int) -> list[Cached
 
 
 def prune(engines: list[CachedEngine]) -> list[CachedEngine]:
-    """Remove these engines; returns those removed: an engine that a process has begun to use meanwhile is kept."""
+    """Remove these engines; returns the engines that were removed. An engine that a process has begun to use meanwhile
+    is kept.
+    """
     removed = [engine for engine in engines if remove_unused_entry(engine.path)]
     remove_unshared_files()
     return removed

@@ -1,5 +1,5 @@
-"""Python's garbage collector in a process that imports torch: it would look through all imported objects and
-free none.
+"""Python's garbage collector in a process that imports torch: by default it looks through all imported objects and
+frees none.
 """
 
 import atexit
@@ -7,6 +7,8 @@ import gc
 
 
 def collect_rarely() -> None:
-    """Call this before torch is imported: with Python's own thresholds collections are a sixth of the import."""
+    """Make collections rare. Call this before torch is imported: with Python's own thresholds, collections take a sixth
+    of the import.
+    """
     gc.set_threshold(50_000, 20, 100)
     atexit.register(gc.freeze)  # the last collection too, of a process that gives all back anyway

@@ -1,4 +1,4 @@
-"""Control groups of this process: the memory and the cores that they, and the machine, leave to it."""
+"""Control groups of this process: the memory and the cores that they and the machine leave to it."""
 
 import os
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def cores() -> set[int]:
 
 
 def num_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
-    """Number of cores by affinity, or their time share by control groups: 1.5 for 150 ms in every 100."""
+    """Number of cores by affinity, or their share of time by control groups: 1.5 for 150 ms in every 100 ms."""
     quotas = (_quota_of(directory) for _, directory in groups_above("cpu", root, membership))
     return min([float(len(cores())), *(quota for quota in quotas if quota is not None)])
 

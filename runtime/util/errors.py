@@ -1,4 +1,4 @@
-"""Errors a user can cause, and warnings. They state facts; which flag to turn is the commands' to say.
+"""Errors that a user can cause, and warnings. They state facts; commands add the flag to change.
 
 `specdec_cli.app` turns errors into one message, a hint and an exit code, and warnings into one line.
 """
@@ -13,8 +13,8 @@ class SpecDecError(Exception):
     """The user's files, machine or settings make something impossible (exit code 1).
 
     `message` says what is wrong and ends with the value; `hint` says what to do. `code` identifies the error for a
-    caller with a better hint: the command line names its own flags there, from `values`. The value `field` is the
-    request's field (`runtime.core.params`) that is wrong: a server tells its client.
+    caller with a better hint, such as the command line, which names its own flags and fills in `values`. The value
+    `field` names the field of a request (`runtime.core.params`) that is wrong; a server passes it on to its client.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, code: str | None = None, **values: object) -> None:
@@ -26,16 +26,16 @@ class SpecDecError(Exception):
 
 
 class UsageError(SpecDecError):
-    """A setting that is wrong whatever the files hold (exit code 2)."""
+    """A setting that is wrong whatever the files contain (exit code 2)."""
 
 
 class RequestError(SpecDecError):
-    """A request that cannot go on, with its name. The other requests were answered."""
+    """A request that cannot be continued, with its name. The other requests were answered."""
 
 
 @contextmanager
 def draft_engine_errors() -> Iterator[None]:
-    """Say in an error that it is about the draft engine."""
+    """Add to errors raised within the block that they are about the draft engine."""
     try:
         yield
     except SpecDecError as error:
@@ -62,4 +62,4 @@ def errors_about(given: str, made: str) -> Iterator[None]:
 
 
 class SpecDecWarning(UserWarning):
-    """Something worth knowing that stops nothing."""
+    """A warning: something worth knowing that stops nothing."""

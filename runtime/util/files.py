@@ -1,8 +1,8 @@
 """Writes directories and files completely or not at all, and reads JSON with clear errors.
 
-Output is written to a hidden sibling, flushed to disk and renamed, so a directory that exists is complete, and an
-interrupted command leaves nothing behind. What a killed process leaves, the next one removes: a process holds a lock on
-the directory that it writes, and a directory without this lock is abandoned.
+Output is written to a hidden sibling, flushed to disk and renamed. So a directory that exists is complete, and an
+interrupted command leaves nothing behind. Files that a killed process leaves are removed by the next process: a process
+holds a lock on the directory that it writes, and a directory without this lock is abandoned.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from runtime.util.errors import SpecDecError
 
 _MOST_TEXT_BYTES = 1 << 28
-"""Bound of a file that is read whole; the largest vocabularies and indices have a tenth of it."""
+"""Most bytes of a file that is read as a whole; the largest vocabularies and indices have a tenth of it."""
 _TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _OF_MODELS = (*_TEXTS, ".safetensors", ".gguf")
 _KINDS = {
@@ -117,7 +117,7 @@ def recover_directory(path: Path) -> None:
 
 @contextmanager
 def locked_directory(directory: Path, mode: int = 0o777) -> Iterator[None]:
-    """Make a directory and hold its lock, which ends with the process, however that ends."""
+    """Make a directory and hold its lock, which ends with the process, however the process ends."""
     while (descriptor := _make_locked(directory, mode)) is None:
         pass
     try:
@@ -155,8 +155,8 @@ def flocked(directory: Path, operation: int) -> Iterator[bool]:
     """Try to lock the directory, as `fcntl.flock` does; yields whether that succeeded, and keeps the lock in the block.
 
     The directory may have been replaced by another process's directory of the same name before it was locked; then the
-    lock does not count. On a file system without locks a shared lock succeeds, and an exclusive one does not: what lies
-    there is used, and never removed.
+    lock does not count. On a file system without locks a shared lock succeeds, and an exclusive lock does not: files
+    there are used, and never removed.
     """
     close = os.close  # `os` is gone from here when the interpreter ends with an `LLM` that nobody closed
     try:
@@ -214,7 +214,9 @@ def new_file(path: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def try_new_file(path: Path) -> None:
-    """OSError unless a file can be made at `path`. Makes none there, so a process killed now leaves nothing."""
+    """OSError unless a file can be made at `path`. It makes none there, so a process that is killed meanwhile leaves
+    nothing.
+    """
     with _temporary_sibling(path.resolve()) as directory:
         (directory / path.name).touch()
 
@@ -233,7 +235,9 @@ def _umask() -> int:
 
 
 def _hidden_sibling(path: Path, suffix: str) -> Path:
-    """A unique name, known before a file of that name exists, so that a killed process leaves nothing unnamed."""
+    """A unique name, chosen before a file of that name exists, so that a killed process leaves no file that cannot be
+    recognised.
+    """
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
 
 
@@ -280,7 +284,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_and_text(path: Path) -> tuple[dict[str, Any], str]:
-    """`read_json`, and the file's text."""
+    """The object in a JSON file, as from `read_json`, and the file's text."""
     check_regular(path, _MOST_TEXT_BYTES)
     try:
         text = path.read_text(encoding="utf-8")
@@ -306,10 +310,10 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write all of `data`, or leave `path` as it was. A path that is not a regular file, such as a pipe, is written to
-    directly. A regular file gets `mode`, less the umask.
+    """Write all of `data`, or leave `path` unchanged. A path that is not a regular file, such as a pipe, is written to
+    directly.
 
-    OSError names `path`, whatever failed.
+    A regular file gets `mode`, less the umask. OSError names `path`, whichever file failed.
     """
     try:
         _write_file(path, data, mode)
@@ -329,7 +333,7 @@ def _write_file(path: Path, data: bytes, mode: int) -> None:
 
 
 class Stamp(NamedTuple):
-    """Identity and version of a file: a different stamp means different content."""
+    """Identity and version of a file: after a change of content the stamp is different."""
 
     device: int
     inode: int
@@ -338,7 +342,7 @@ class Stamp(NamedTuple):
     ctime_ns: int
 
     def is_written_over(self, now: os.stat_result) -> bool:
-        """True if the content was written since; False if the file was only linked or its mode changed."""
+        """True if the content was written since this stamp; False if the file was only linked or its mode changed."""
         return (now.st_size, now.st_mtime_ns) != (self.num_bytes, self.mtime_ns)
 
 
@@ -347,9 +351,8 @@ def stamp_of(stat: os.stat_result) -> Stamp:
 
 
 def files_below(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Files of a directory and of its subdirectories, those that links lead to included, each with its state.
-
-    Other processes may work there: what is renamed or removed meanwhile is left out.
+    """Files of a directory and of its subdirectories, including targets of links, each with its state. Other processes
+    may work there: files that are renamed or removed meanwhile are left out.
     """
     for parent, _, names in os.walk(directory):
         for name in names:

@@ -1,5 +1,5 @@
-"""State that transformers keeps for the whole process: the lock that lets one thread at a time make a model or build or
-open an engine, and its messages.
+"""State that transformers keeps for the whole process: its messages, and the lock that lets only one thread at a time
+make a model, or build or open an engine.
 """
 
 import functools
@@ -26,9 +26,9 @@ _LONGEST_WAIT_S = 60.0
 def lock_transformers() -> None:
     """Have transformers take MODEL_INIT_LOCK itself when it makes models, so that users' own threads need not.
 
-    During a `from_pretrained`, transformers replaces a method of all its models and torch's default dtype. Two that
-    overlap would restore each other's replacements: from then on every model with tied embeddings would be incomplete.
-    A call that has begun already is waited for.
+    During a `from_pretrained`, transformers replaces a method of all its models and torch's default dtype. Two calls
+    that overlap would restore each other's replacements, and from then on every model with tied embeddings would be
+    incomplete. A call that has begun already is waited for.
     """
     from transformers import PreTrainedModel
 

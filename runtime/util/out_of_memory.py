@@ -1,4 +1,4 @@
-"""Errors about memory that ran out, as one sentence: which limit was met, and how much would have been enough.
+"""Errors about memory that ran out, as a sentence: which limit was met, and how much would have been enough.
 
 Imports no torch: memory may be too small even for that.
 """
@@ -32,7 +32,7 @@ class _Limit(NamedTuple):
     what: str
     kind: int
     line: str
-    """Name in /proc/self/status of the bytes that are taken."""
+    """Name of the line in /proc/self/status with the bytes in use."""
 
 
 _LIMITS = (
@@ -42,7 +42,7 @@ _LIMITS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if this error, or one that caused it, says that there is no memory."""
+    """True if this error, or an error that caused it, says that memory ran out."""
     return any(_is_of_memory(one) for one in _chain(error))
 
 
@@ -102,7 +102,7 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 def _bytes_asked(error: BaseException) -> int:
-    """Number of bytes that were asked for; 0 if the error does not say."""
+    """Number of bytes that the failed allocation asked for; 0 if the error does not say."""
     if asked := _ASKED.search(str(error)):
         return int(float(asked[1]) * _UNITS[asked[2].lower()])
     library, torch = _LIBRARY.search(str(error)), find_spec("torch")
@@ -113,7 +113,7 @@ def _bytes_asked(error: BaseException) -> int:
 
 
 def _taken(line: str) -> int:
-    """Bytes of memory that this process has; 0 if Linux does not say."""
+    """Bytes of memory that this process has in use; 0 if Linux does not say."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:

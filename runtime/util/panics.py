@@ -1,7 +1,7 @@
-"""Keeps the lines that a Rust library writes when it panics from the user: the error that follows says what went wrong.
+"""Hides the lines that a Rust library writes when it panics: the error that follows says what went wrong.
 
-Rust writes them to file descriptor 2, and no setting of the library or of Python stops that. So while a command calls
-such a library, descriptor 2 is another file; its content is passed on afterwards, without the panic.
+Rust writes these lines to file descriptor 2, and no setting of the library or of Python stops that. So while a command
+calls such a library, descriptor 2 is another file. Its content is passed on afterwards, without the panic.
 """
 
 import os
@@ -33,7 +33,9 @@ def hold_panics() -> None:
 
 @contextmanager
 def panics_held() -> Iterator[None]:
-    """Pass on, when the block ends, what was written to standard error in it, except a Rust library's panic."""
+    """Pass on, at the end of the block, the text that was written to standard error in it, except a Rust library's
+    panic.
+    """
     with _lock:
         is_held = _Held.is_command and (_Held.num_blocks > 0 or _begin())
         _Held.num_blocks += is_held

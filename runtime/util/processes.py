@@ -1,4 +1,4 @@
-"""Processes of ranks other than 0, as rank 0 sees them; and processes that share a piece of work.
+"""Processes of ranks other than 0, as rank 0 sees them; and processes that share a task.
 
 If any rank ends, all end; the memory that they share has no name, so none is left behind. Working processes end with
 the process that asked for the work.
@@ -23,14 +23,14 @@ from runtime.util.errors import SpecDecError
 
 _LOOKS_S = 0.1
 _STOPPED_S = 4.0
-"""A process that is stopped for longer is given up."""
+"""Seconds after which a stopped process is given up."""
 _ENDS_S = 2.0
 _PYTHON = sys.executable
 _START = "from runtime.engine.rank_worker import main; main()"
 
 
 def shared_memory(num_bytes: int) -> int:
-    """A nameless file of zeros, by its descriptor, which the caller closes."""
+    """A nameless file of zeros, as a descriptor, which the caller closes."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("specdec", os.MFD_CLOEXEC)
     else:
@@ -107,7 +107,7 @@ class Processes:
         self._is_ready = True
 
     def raise_failure(self) -> None:
-        """Raise why the ranks have ended, if they have; the reason may arrive a moment after the end."""
+        """Raise the reason why the ranks have ended, if they have; the reason may arrive a moment after the end."""
         end = time.monotonic() + _ENDS_S
         while self.failure is None and time.monotonic() < end and not self._is_closed:
             time.sleep(_LOOKS_S / 10)
@@ -189,7 +189,7 @@ Done = TypeVar("Done")
 
 
 def do_at_once(work: Callable[[Piece], Done], pieces: Seq[Piece], num_processes: int) -> list[Done]:
-    """Apply `work` to each piece, and return the results in order: in this process, or in several at once.
+    """Apply `work` to each piece, in this process or in several at once; returns the results in order.
 
     `work`, its arguments and its results are sent to other processes, so it must be a module's function. Its exceptions
     are raised here. SpecDecError if a process ends.

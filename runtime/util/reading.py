@@ -1,4 +1,4 @@
-"""Reads users' files, with errors that say at which place something is wrong."""
+"""Reads users' files, with errors that name the place of a fault."""
 
 import codecs
 import json
@@ -37,9 +37,8 @@ def read_utf8(path: Path) -> str:
 
 
 def has_lines(path: Path) -> bool:
-    """False for a file that begins as no text does, with a byte 0 or with no line in UTF-8: an engine's weights.
-
-    SpecDecError if it cannot be read.
+    """False for a file that does not begin like text, such as an engine's weights: it has a byte 0, or no line in
+    UTF-8. SpecDecError if it cannot be read.
     """
     check_regular(path)
     try:
@@ -51,7 +50,7 @@ def has_lines(path: Path) -> bool:
 
 
 def _is_text(line: bytes) -> bool:
-    """True for a line of UTF-8, whose last letter may be cut."""
+    """True for a line of UTF-8, whose last character may be cut off."""
     try:
         return bool(codecs.getincrementaldecoder("utf-8")().decode(line).strip())
     except UnicodeDecodeError:
@@ -61,8 +60,8 @@ def _is_text(line: bytes) -> bool:
 def read_json_lines(text: str, path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     """(line number, object) of each line of a JSON lines text; `path` is only named in errors.
 
-    A line of white space holds no value and is passed over. Raises SpecDecError naming the line where it is
-    not JSON or not an object.
+    A line of white space has no value and is skipped. Raises SpecDecError, naming the line, for a line that is not JSON
+    or not an object.
     """
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -98,7 +97,7 @@ def parse_json(text: str, path: Path, *, first_line: int = 1) -> object:
 
 
 def shown(value: object) -> str:
-    """`value` as an error shows it: one line that a terminal can hold."""
+    """The value as an error shows it: in one line that fits a terminal."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -1,7 +1,9 @@
-"""This process's directory for files that are run, or that go when it ends: unpacked packages, compilers' outputs.
+"""This process's directory for files that are run, or that are removed when it ends: unpacked packages, compilers'
+outputs.
 
-In the common directory for temporary files other users could put code under a predictable name. This directory is new,
-readable by its owner alone, and locked while the process lives; the next process removes what killed ones left.
+In the common directory for temporary files, other users could put code under a predictable name. This directory is new,
+readable by its owner alone, and locked while the process lives; the next process removes the directories of killed
+ones.
 """
 
 import atexit
@@ -24,7 +26,7 @@ _VARIABLES = {"TMPDIR": ".", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACH
 
 
 def temporary_dir() -> Path:
-    """This process' own directory; SpecDecError if there cannot be one, or not safely."""
+    """This process's own directory; SpecDecError if none can be made, or not safely."""
     try:
         return _made_in(Path(tempfile.gettempdir()))
     except OSError as error:
@@ -61,7 +63,9 @@ def _remove(directory: Path, process_id: int, lock: ExitStack) -> None:
 
 @contextmanager
 def own_temporary_files() -> Iterator[None]:
-    """Make compilers, and the loaders of their output, keep their files in a directory of this process in the block."""
+    """Within the block, have compilers, and the loaders of their output, keep their files in a directory of this
+    process.
+    """
     directory = temporary_dir()
     before = {name: os.environ.get(name) for name in _VARIABLES}
     pythons, tempfile.tempdir = tempfile.tempdir, str(directory)

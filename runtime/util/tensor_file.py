@@ -1,7 +1,7 @@
-"""The header of a safetensors file: read with ordinary reads, and checked to its end.
+"""The header of a safetensors file, read with ordinary reads and checked to its end.
 
-A file that is mapped and gets shorter ends the process with a signal; one that is read is an error. Nothing here needs
-torch.
+If a mapped file gets shorter, the process ends with a signal; if a file that is read gets shorter, that is an error.
+Nothing here needs torch.
 """
 
 import json
@@ -26,7 +26,7 @@ NUM_BITS = {  # of safetensors' dtypes, in its order
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file: `dtype` is safetensors' name, and its bytes are those from `start` to `end` of the file."""
+    """A tensor of a file: `dtype` is safetensors' name, and its bytes are those from `start` to `end` in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,14 +40,16 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """`tensors` stand in the order of their bytes."""
+    """Header of a file; `tensors` are in the order of their bytes."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
 
 
 def read_header(file: BinaryIO) -> Header:
-    """SafetensorError unless the tensors fill the file to its end, one after the other, each as its shape wants."""
+    """The header of a file; SafetensorError unless the tensors fill the file to its end, one after the other, each with
+    as many bytes as its shape needs.
+    """
     header, start = _read_json(file)
     metadata = header.pop(_METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -72,7 +74,7 @@ def read_metadata(file: BinaryIO) -> dict[str, Any]:
 
 
 def _read_json(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The header as it stands, and where the tensors begin."""
+    """The JSON object of the header, and the offset at which the tensors begin."""
     file.seek(0)
     start = file.read(_LENGTH_BYTES)
     length = int.from_bytes(start, "little")

@@ -1,8 +1,8 @@
 """Threads that share an engine take turns at it, in the order in which they come, a step at a time.
 
-Nothing of an engine, of its K/V cache or of its drafters is used outside a turn once requests are on their way. So each
-generation has its own steps, and the tokens that it has alone. Between its steps a generation may hold blocks that
-another needs: `take_room` decides which of the two goes on.
+While requests are being answered, an engine, its K/V cache and its drafters are used only inside a turn. So each
+generation has steps of its own, and gets the tokens that it would get alone. Between its steps a generation may hold
+blocks that another needs: `take_room` decides which of the two is continued.
 """
 
 import threading
@@ -17,7 +17,7 @@ from runtime.util.errors import SpecDecWarning
 _WAIT_S, _LAST_STEP_S = 0.001, 5.0
 T = TypeVar("T")
 _IDLE_S = 0.05
-"""A generation that nobody has asked for a step for so long does not keep others waiting for its blocks."""
+"""Seconds after which a generation that nobody has asked for a step no longer keeps others waiting for its blocks."""
 
 
 class Holder(Protocol):
@@ -28,25 +28,27 @@ class Holder(Protocol):
 
     @property
     def asked_s(self) -> float:
-        """Last time that a step was asked for, in `time.monotonic` seconds; infinity while a thread waits for one."""
+        """Last time at which a step was asked for, in `time.monotonic` seconds; infinity while a thread
+        waits for one.
+        """
         ...
 
     def give_back(self) -> None:
-        """Give back all blocks, to go on later from the tokens that there are."""
+        """Give back all blocks; the generation can be continued later from its tokens."""
         ...
 
 
 class ThreadTurns:
-    """Turns at one engine."""
+    """The turns at an engine."""
 
     def __init__(self) -> None:
         # The thread that holds `_next` is the one to which `_now` goes: who has just had a turn cannot be before it.
         self._next, self._now = threading.Lock(), threading.RLock()
         self._left: deque[Callable[[], None]] = deque()
         self._holders: list[Holder] = []
-        """Oldest first."""
+        """Generations that may hold blocks, the oldest first."""
         self._num_inside = 0
-        """Turns inside the turn that is taken: a drafter may generate with its target."""
+        """Number of turns inside the taken turn: a drafter may generate with its target."""
         self._has_ended = False
 
     @property
@@ -55,9 +57,8 @@ class ThreadTurns:
         return bool(self._now._is_owned())  # type: ignore[attr-defined]
 
     def take(self, work: Callable[[], T]) -> T:
-        """Call `work` when it is this thread's turn, inside a turn at once, and return its result.
-
-        Ctrl-C may come at any place, and leaves no turn taken.
+        """Call `work` when it is this thread's turn (inside a turn, at once), and return its result. Ctrl-C may come at
+        any point, and leaves no turn taken.
         """
         if self.is_mine:
             self._num_inside += 1
@@ -78,15 +79,16 @@ class ThreadTurns:
         return result
 
     def take_with_room(self, work: Callable[[], T | None]) -> T:
-        """`take`, again and again while `work` finds no room beside other generations, which None says."""
+        """Call `take` again and again while `work` returns None, which says that it finds no room beside other
+        generations.
+        """
         while (result := self.take(work)) is None:
             time.sleep(_WAIT_S)
         return result
 
     def do_or_leave(self, work: Callable[[], None]) -> None:
-        """Call `work` now, or if a turn is taken before the next one: for what must not wait.
-
-        A generator is closed where it is collected: in any thread, in the middle of whatever that thread does.
+        """Call `work` now, or, if a turn is taken, before the next turn; for work that must not wait. A generator is
+        closed when it is collected: in any thread, in the middle of anything that the thread does.
         """
         is_free = False
         try:
@@ -107,17 +109,19 @@ class ThreadTurns:
                 warnings.warn(f"a generation that was left could not be ended: {error}", SpecDecWarning, stacklevel=2)
 
     def end(self) -> bool:
-        """Take the last turn, after which other threads wait for the process to end; False if another does not end."""
+        """Take the last turn, after which other threads wait for the process to end; False if another turn does not
+        end.
+        """
         self._has_ended = self.is_mine or self._now.acquire(timeout=_LAST_STEP_S)
         return self._has_ended
 
     def wait_if_ended(self) -> None:
-        """Let nothing be computed, and no error be told, while the interpreter ends."""
+        """Wait forever if the interpreter is ending, so that nothing more is computed and no error is raised."""
         if self._has_ended and not self.is_mine:
             threading.Event().wait()
 
     def enter(self, holder: Holder) -> None:
-        """Count a generation among those that may hold blocks, until it leaves. Inside a turn."""
+        """Count a generation among those that may hold blocks, until it leaves. Must be called inside a turn."""
         if holder not in self._holders:
             self._holders.append(holder)
 
@@ -128,8 +132,9 @@ class ThreadTurns:
     def take_room(self, asking: Holder | None) -> bool | None:
         """Have another generation give back its blocks: one that nobody asks for steps, or one younger than `asking`.
 
-        A generation that is not entered, or None, is the youngest. Returns False if the others are to go on first, and
-        None if no others hold blocks, or this turn is inside another, which they would wait for.
+        A generation that has not entered, or None, is the youngest. Returns False if the other generations are to be
+        continued first. Returns None if no others hold blocks, or if this turn is inside another, for which they would
+        wait.
         """
         others = [one for one in self._holders if one is not asking and one.holds_room]
         if not others or self._num_inside:

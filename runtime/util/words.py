@@ -18,7 +18,7 @@ def chosen(kind: Any, value: Any) -> Any:
 
 
 def nearest(name: str, known: Iterable[str], share: float = 0.6) -> str | None:
-    """The known name that is most like this one, if one has this share of letters in common with it."""
+    """The known name that is most similar to this name; None if no name has this share of letters in common with it."""
     return next(iter(difflib.get_close_matches(name, [*known], 1, share)), None)
 
 

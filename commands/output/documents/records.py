@@ -1,4 +1,5 @@
-"""Building blocks of documents: records, whose fields describe their keys, and those common to several documents.
+"""Building blocks of JSON documents: the base class of records, whose fields describe their keys, and the records that
+several documents share.
 
 `specdec schema` makes JSON schemas from them (`commands/schema/schemas.py`). Nothing here, nor any document's own
 module, imports torch: `compare` and `schema` run without it.
@@ -16,7 +17,7 @@ from runtime.util.machine import machine_name
 
 SchemaVersion = Literal[2]
 SCHEMA_VERSION: SchemaVersion = get_args(SchemaVersion)[0]
-"""The version of all commands' documents; changed when a key changes its meaning or goes away."""
+"""The version of all commands' documents. It changes when a key changes its meaning or is removed."""
 
 Positive = Annotated[float, Field(gt=0)]
 Token = Count
@@ -35,7 +36,7 @@ class Record(BaseModel):
 
 
 def absent(description: str | None = None) -> Any:
-    """A field whose key is left out where there is nothing to say."""
+    """A field whose key is left out of the document if it has no value."""
     return Field(default=None, description=description)
 
 
@@ -50,7 +51,7 @@ class Head(Record):
 
 
 class MeasuredHead(Head):
-    """First keys of a document of measurements: when and where they were made too."""
+    """First keys of a document of measurements, including the time and the machine."""
 
     date: str = Field(
         default="",
@@ -138,4 +139,4 @@ class _NumTokens(_NumRequests):
 
 
 class OthersTotal(_Pace, _NumTokens):
-    """Transformers', which has no steps of ours to count."""
+    """Counts for Hugging Face's transformers, whose steps cannot be counted as ours."""

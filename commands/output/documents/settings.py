@@ -53,7 +53,7 @@ def _type_of(hint: Any, setting: Setting) -> Any:
 
 
 def _fields_of(spec: type[DrafterSpec]) -> dict[str, Any]:
-    """The type of each of its settings."""
+    """The JSON type of each of the drafter's settings."""
     hints = get_type_hints(spec)
     return {name: _type_of(hints[name], setting) for name, setting in spec.settings().items()}
 
@@ -77,7 +77,9 @@ def _chosen_record(spec: type[DrafterSpec]) -> Any:
 
 
 def _tuned_record(spec: type[DrafterSpec]) -> Any:
-    """The type of what `tune` says of it: its name, its settings, and the first of its devices, or of the target's."""
+    """The type of a drafter in `tune`'s document: its name, its settings, and the number of its first device, or of the
+    target's.
+    """
     types = {"name": Literal[spec.description.name], **_fields_of(spec), "device_id": Count}
     return create_model(f"Tuned{spec.__name__}", __base__=Record, **_described(spec, types))
 
@@ -115,7 +117,7 @@ else:
 
 
 class Chain(Record):
-    """Several drafters: each sequence gets the draft that is worth most."""
+    """Several drafters: each sequence gets the draft that promises most."""
 
     name: Literal["chain"]
     drafters: list[OneDrafter] = Field(min_length=1)
@@ -126,7 +128,7 @@ TunedDrafter = Annotated[OneDrafter | Chain, Field(discriminator="name")] | None
 
 
 class EngineRecord(Record):
-    """The engine that made the numbers: of its config.json what they may depend on."""
+    """The engine that made the numbers: the values of its config.json that the numbers may depend on."""
 
     engine_dir: str
     model_type: str
@@ -158,7 +160,7 @@ class OutputGrammar(Record):
 
 
 def grammar_record(params: SamplingParams) -> dict[str, OutputGrammar]:
-    """`{"grammar": ...}` for parameters that ask for a form, such as a JSON schema; `{}` for others."""
+    """`{"grammar": ...}` for parameters that ask for a form, such as a JSON schema; `{}` for other parameters."""
     grammar = params.output_grammar
     if grammar is None:
         return {}
@@ -217,7 +219,9 @@ class SessionSettings(ChosenDrafters):
 
 @dataclass(frozen=True)
 class Setup:
-    """A session, and what it is told of every request. `profile`: the file that the drafter's settings are from."""
+    """A session, and the settings that all its requests have. `profile` is the file that the drafter's settings come
+    from.
+    """
 
     llm: "LLM"
     session: "Session"

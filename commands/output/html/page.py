@@ -1,9 +1,9 @@
-"""Pages made by Jinja, of the templates beside this file: how a value of a document is shown, and all text escaped.
-Small charts are inline SVG, in colours of the style sheet; every mark has a title with its numbers. A page begins with
-what was measured, when and where: the model, the bits of its weights, the date and the machine.
+"""HTML pages, made by Jinja from the templates beside this file. All text in them is escaped. Small charts are inline
+SVG, in colours of the style sheet; every mark has a title with its numbers. A page begins with what was measured, when
+and where: the model, the bits of its weights, the date and the machine.
 
-A page refers to nothing outside itself and has no script. A number of the document is shown by its place there
-(`data-path`) and stands beside what is shown in full (`value`), so the page cannot say anything else than the JSON.
+A page refers to nothing outside itself and has no script. Each number names its key in the document (`data-path`) and
+carries its full value (`value`) beside the rounded number, so the page cannot differ from the JSON.
 """
 
 import json
@@ -25,11 +25,13 @@ _WIDTH, _HEIGHT = 360, 168
 _LEFT, _TOP, _BOTTOM = 24, 16, 34  # room for a scale, for a value above a column, and for names with the axis
 _LETTER, _LINE = 6.2, 13  # width of a letter, and height of a line
 FEW_DRAFTS = 20
-"""Rates of fewer drafts are faded: 1 more of 19 accepted would be 5 % more."""
+"""Least number of drafts for a rate in full colour; rates of fewer drafts are faded. With 19 drafts, one more accepted
+changes the rate by 5 %.
+"""
 
 
 def write_page(path: Path, html: str) -> None:
-    """The page, whole or not at all."""
+    """Write the page; a kill leaves no half-written file."""
     write_file(path, html.encode(errors="replace"))
 
 
@@ -39,7 +41,9 @@ def model_name(engine: Mapping[str, Any]) -> str:
 
 
 def with_bits(engine: Mapping[str, Any]) -> str:
-    """Such as `smollm2.gguf (4 and 8 bits)`; of a document of before 2026-11-29 the name alone."""
+    """A model's name with the bits of its weights, such as `smollm2.gguf (4 and 8 bits)`. For a document older than
+    2026-11-29, which does not have them, the name alone.
+    """
     return f"{model_name(engine)} ({bits} bits)" if (bits := engine.get("bits")) else model_name(engine)
 
 
@@ -57,7 +61,9 @@ def made(document: Mapping[str, Any]) -> list[str]:
 
 
 def page(template: str, document: dict[str, Any], title: str, **values: object) -> str:
-    """The HTML of a document; the template sees it, its values by their place (`at`, `show`), and `values`."""
+    """The HTML page of a document. The template gets the document, functions for its values by their keys (`at`,
+    `show`), and `values`.
+    """
 
     def at(*keys: str | int) -> Any:
         value: Any = document
@@ -68,7 +74,7 @@ def page(template: str, document: dict[str, Any], title: str, **values: object) 
         return value
 
     def show(form: Callable[[Any], str], *keys: str | int, reason: str = "not measured") -> Markup:
-        """The value at `keys` in this form; a dash with the reason where it is null or missing."""
+        """The value at `keys` in this form; a dash with the reason if it is null or missing."""
         value = at(*keys)
         if value is None:
             return Markup('<span class="none" title="{}">–</span>').format(reason)
@@ -88,18 +94,18 @@ def _visible(text: Any) -> Any:
 
 
 def _dashes_note(html: str) -> Markup:
-    """Why there are dashes in this part of the page; nothing where there are none."""
+    """The reason for dashes in this part of the page; empty if it has no dashes."""
     reasons = dict.fromkeys(re.findall(r'<span class="none" title="([^"]*)">–</span>', html))
     return Markup(f'\n<p class="note dashes">– {"; ".join(reasons)}</p>' if reasons else "")  # escaped already
 
 
 def _with_code(text: str) -> Markup:
-    """The text with code where it has backticks."""
+    """The text with backticks turned into HTML `<code>`."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _labelled(rows: str, heads: Seq[str]) -> Markup:
-    """The rows of a table, each cell with the head of its column, which narrow screens show beside it."""
+    """The rows of a table. Each cell carries its column's head, which narrow screens show beside the cell."""
 
     def labelled(row: re.Match[str]) -> str:
         cells = iter(heads[1:])  # the first is the row's own
@@ -109,7 +115,7 @@ def _labelled(rows: str, heads: Seq[str]) -> Markup:
 
 
 def _facts(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys as in the JSON, an object's with its own in front; nulls are left out."""
+    """Keys and values of a JSON object, as rows. Keys of an inner object have its key in front; nulls are left out."""
     for key, value in facts.items():
         if isinstance(value, dict):
             yield from _facts(value, f"{prefix}{key}.")
@@ -151,8 +157,8 @@ _ENVIRONMENT.globals |= {
 
 @dataclass(frozen=True)
 class Bars:
-    """Values of one thing side by side, such as predicted and measured: of each its style, its name, the value, and how
-    it is shown.
+    """Values of one quantity side by side, such as predicted and measured. Each has a style, a name, the value, and the
+    text to show.
     """
 
     name: str
@@ -166,7 +172,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Column:
-    """A value, what is shown above it, its name and its number of drafts below, and its title."""
+    """A column of a chart: its value, the text above it, the name and the number of drafts below it, and its title."""
 
     value: float
     shown: str
@@ -174,11 +180,13 @@ class Column:
     title: str
     num: str = ""
     is_faint: bool = False
-    """True for a value of so few that it says little."""
+    """True for a rate of so few drafts that it says little."""
 
 
 def column_chart(columns: Seq[Column], *, largest: float, axis: str, label: str, backdrop: bool = False) -> Markup:
-    """The columns side by side, with as many names as have room; `backdrop` shows what is missing to `largest`."""
+    """A chart of the columns side by side, with as many names as there is room for. `backdrop` shows the part that is
+    missing to `largest`.
+    """
     label = f"{label}: {', '.join(column.shown for column in columns)}"
     nums = [column.num for column in columns]
     bottom = _BOTTOM + (_LINE if any(nums) else 0)
@@ -204,7 +212,7 @@ def column_chart(columns: Seq[Column], *, largest: float, axis: str, label: str,
 
 
 def _every(texts: Seq[str], pitch: float) -> int:
-    """1 if all texts have room side by side, 2 if every second has, and so on."""
+    """1 if all texts have room side by side, 2 if only every second text has, and so on."""
     widest = max(map(len, texts), default=0) * _LETTER + _LETTER / 2
     return max(1, math.ceil(widest / pitch))
 
@@ -227,7 +235,7 @@ def positions_chart(rates: Seq[float | None], nums: Seq[int]) -> Markup:
 
 
 def area_chart(*, values: Seq[float], names: Seq[str], titles: Seq[str], axis: str, label: str) -> Markup:
-    """Steps of a line with what is below it filled, over a scale of whole numbers from 0."""
+    """A chart of values as a stepped line with the area below it filled. The scale has whole numbers from 0."""
     base, height = _HEIGHT - _BOTTOM, _HEIGHT - _BOTTOM - _TOP
     span = _WIDTH - _LEFT
     largest = max(values, default=0.0)

@@ -1,4 +1,4 @@
-"""`--report`: one HTML page made of the document that `--json` prints, and of the outputs' tokens."""
+"""`--report`: an HTML page made from the document that `--json` prints, and from the outputs' tokens."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _MAX_RANGES = 40
 _PROMPT_START, _PROMPT_END = 3000, 1000  # characters shown of a long prompt
 
 Pieces = list[Piece] | None
-"""An output's tokens; None for Hugging Face's, whose steps are not counted."""
+"""An output's tokens; None for an output of Hugging Face's, whose steps are not counted."""
 
 
 def write_report(path: Path, document: dict[str, Any], outputs: Seq[Pieces]) -> None:
@@ -38,7 +38,7 @@ def write_report(path: Path, document: dict[str, Any], outputs: Seq[Pieces]) -> 
 
 
 def html_report(document: dict[str, Any], outputs: Seq[Pieces]) -> str:
-    """`document` is one of `run` or `summarize`; `outputs` has the tokens of each of its requests."""
+    """The page. `document` is `run`'s or `summarize`'s; `outputs` has the tokens of each of its requests."""
     return page(
         "report.html",
         document,
@@ -141,11 +141,11 @@ def _shortened(text: str) -> str:
 
 
 def _mark(piece: Piece) -> str:
-    """Mark of a token: its kind, but a drafted one that was forced has its own."""
+    """Mark of a token: its kind, or `forced` for a drafted token that a grammar forced."""
     return _FORCED if piece.is_forced and piece.kind == "accepted" else piece.kind
 
 
 def _runs(pieces: Seq[Piece]) -> Iterator[tuple[int, str, str]]:
-    """Tokens of one step and mark, as one text."""
+    """The text of the tokens that belong to the same step and have the same mark."""
     for (step, mark), run in groupby(pieces, key=lambda piece: (piece.step, _mark(piece))):
         yield step, mark, "".join(piece.text for piece in run)

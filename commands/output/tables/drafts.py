@@ -2,8 +2,8 @@
 
 `--stats detailed` shows how drafts fared, by their length and by position, and tokens per step as outputs grow.
 `--show-tokens` marks an output's accepted, recovered and bonus tokens: by colour on a terminal that has it, and
-otherwise, or with NO_COLOR, by brackets. Tokens of one kind and step are marked together, so that a draft is seen as a
-whole.
+otherwise, or with NO_COLOR, by brackets. Neighbouring tokens of the same kind and step are marked together, so that a
+draft is seen as a whole.
 """
 
 import math
@@ -30,7 +30,9 @@ _MAX_RANGES = 16
 
 
 def show_details(total: Total, steps: Seq[Seq[int]], output: Output) -> None:
-    """Three tables with bars. `total` is the document's; `steps` has the tokens of each step of each request."""
+    """Print three tables with bars. `total` is from the document; `steps` has the tokens of each step of
+    each request.
+    """
     if total.num_spec_steps:
         output.result(_histogram_table(total))
         output.result(_position_table(total))
@@ -76,7 +78,9 @@ def _table(title: str, *columns: str) -> Table:
 
 @dataclass(frozen=True)
 class _Bar:
-    """A bar of eighths of a character; what is not nothing is seen. Without room all bars are as much shorter."""
+    """A bar drawn in eighths of a character. Any value above 0 is visible. If there is less room all bars shrink
+    alike.
+    """
 
     length: float
     longest: float
@@ -92,7 +96,7 @@ class _Bar:
 
 
 def _bars(values: Seq[float], full: float) -> list[_Bar]:
-    """A bar for each value; a value of `full` has the longest bar that there can be."""
+    """A bar for each value; the value `full` has the longest bar."""
     lengths = [value / full * _BAR_WIDTH if full else 0.0 for value in values]
     return [_Bar(length, max(lengths)) for length in lengths]
 
@@ -111,7 +115,7 @@ _ASCII_BRACKETS: dict[TokenKind, str] = {"accepted": "[]", "recovered": "<>", "b
 
 
 def mark_for_stdout() -> Mark:
-    """Marks of tokens for the kind of stdout."""
+    """Marks of tokens that stdout can show: colours or brackets."""
     console = stdout()
     if console.is_terminal and not console.no_color and console.color_system is not None:
         return _by_colour(console)
@@ -133,7 +137,7 @@ def _by_brackets(encoding: str | None) -> Mark:
 
 
 def marked_text(pieces: Iterable[Piece], mark: Mark) -> str:
-    """The text of the pieces, marked. What has no text, as an end id, leaves no mark."""
+    """The text of the pieces with marks. A token without text, such as an end id, leaves no mark."""
     runs = groupby(pieces, key=lambda piece: (piece.step, piece.kind))
     texts = [("".join(piece.text for piece in run), kind) for (_, kind), run in runs]
     on_terminal = sys.stdout.isatty()

@@ -7,7 +7,7 @@ from runtime.loop.lossless.results import Difference, DistributionCheck, Lossles
 from runtime.util.errors import SpecDecError
 
 TOO_LITTLE_TO_TELL = 3
-"""The exit code of a check that neither passed nor failed."""
+"""The exit code of a check that had too few samples to pass or fail."""
 
 
 def fail_unless_lossless(check: LosslessCheck | None) -> None:
@@ -27,7 +27,9 @@ def fail_unless_lossless(check: LosslessCheck | None) -> None:
 
 
 def exit_if_too_little_to_tell(check: LosslessCheck | None) -> None:
-    """Exit, with a warning, if the check had too little to tell; at the end, when no other check has failed."""
+    """Exit with a warning if the check had too few samples to decide. It is called at the end, when no other check has
+    failed.
+    """
     if check is not None and check.passed is None:
         warn(
             "the lossless check had too little to tell; longer outputs, other prompts or a higher temperature leave "
@@ -65,7 +67,7 @@ def _distribution_lines(check: DistributionCheck) -> list[str]:
 
 
 def power_line(check: DistributionCheck) -> str:
-    """Smallest detectable fault, in words."""
+    """A line with the smallest fault that the check could have detected."""
     detectable, required = check.detectable_total_variation, check.required_total_variation
     found = "no fault" if detectable is None else f"a total variation distance of {detectable:.2g}"
     wanted = f", and {required:g} is asked for" if check.passed is None else ""

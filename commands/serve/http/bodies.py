@@ -1,6 +1,5 @@
-"""The answers to one HTTP request: its handler waits for them on the event loop.
-
-They are sent as one JSON document, or as server-sent events while they grow.
+"""The answers to an HTTP request: its handler waits for them on the event loop. They are sent as one JSON document, or
+as server-sent events while they grow.
 """
 
 import asyncio
@@ -24,8 +23,9 @@ Receive = Callable[[], Any]
 
 @dataclass(eq=False)
 class Group:
-    """Answers on their way. `changed` is set from the loop's thread when one of them is over, and if the group is
-    streamed, after each step: 64 clients that wait for whole answers would else wake the event loop 64 times a step.
+    """Answers that are being generated for an HTTP request. The loop's thread sets `changed` when an answer has ended
+    and, if the group is streamed, after each step. Without that difference, 64 clients that wait for whole answers
+    would wake the event loop 64 times a step.
     """
 
     answers: list[RequestHandle] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Group:
     is_streamed: bool = False
     is_client_gone: bool = False
     ended_by: HTTPError | None = None
-    """Reason to stop waiting for it, though it is not finished."""
+    """Reason to stop waiting for the group before its answers have finished."""
     names: FieldNames = field(default_factory=FieldNames)
 
     @property
@@ -41,13 +41,15 @@ class Group:
         return all(answer.progress.is_over for answer in self.answers)
 
     def raise_error(self) -> None:
-        """HTTPError of the first answer that could not go on."""
+        """HTTPError of the first answer that failed."""
         for answer in self.answers:
             if answer.progress.error is not None:
                 raise self.names.told(answer.progress.error)
 
     async def step(self) -> None:
-        """Wait for progress of the answers. ClientGone if the client has disconnected, HTTPError if one has failed."""
+        """Wait until an answer has grown or ended. ClientGone if the client has disconnected, HTTPError if an answer
+        has failed.
+        """
         await self.changed.wait()
         self.changed.clear()
         if self.is_client_gone:
@@ -56,13 +58,13 @@ class Group:
             raise self.ended_by
 
     def end(self, error: HTTPError) -> None:
-        """Have the handler answer with the error now, whatever the step that runs takes."""
+        """Have the handler answer with the error at once, without waiting for the running step."""
         self.ended_by = error
         self.changed.set()
 
 
 class ClientGone(Exception):
-    """Client disconnected."""
+    """The client has disconnected."""
 
 
 class Clock:
@@ -129,25 +131,27 @@ _DONE = b"data: [DONE]\n\n"
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _ERROR_TIMEOUT_S = 5
 _PIECE = 1 << 16
-"""Bytes that are sent in one go; in between others have their turn."""
+"""Bytes that are sent in one piece; between two pieces other connections are served."""
 _MAX_HELD = 256 << 20
-"""Bytes of answers that may wait to be read, of all clients together."""
+"""Bytes of answers, of all clients together, that may wait to be read."""
 _LONG_OUTPUT = 1024
-"""Tokens of answers beside which the event loop would not notice others in time."""
+"""Tokens of an answer from which on it is written in a thread: written on the event loop it would delay other clients.
+"""
 _FEW, _OWN_DEPTH = 64, 4
-"""Elements of a long list that are written in one call, and how deep such lists lie: document, choices, choice and
-log-probabilities are each written by themselves."""
+"""Number of elements of a long list that are written in one call, and the depth down to which elements are written one
+by one: document, choices, choice, log-probabilities.
+"""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Context of waiting for an answer: its loop, the time limit, and the client's disconnection."""
+    """Context of waiting for an answer: the loop, the time limit, and a signal that the client has disconnected."""
 
     loop: ServingLoop
     receive: Receive
     timeout_s: float
     writer: Executor
-    """One thread: long answers are written beside the event loop, one after the other."""
+    """A pool of one thread: long answers are written beside the event loop, one after the other."""
 
     async def aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.writer, work)
@@ -157,7 +161,7 @@ class Waiting:
 
 
 async def whole(group: Group, waiting: Waiting) -> None:
-    """Until all answers are there; HTTPError if one cannot be, ClientGone if the client has disconnected."""
+    """Wait until all answers are there. HTTPError if one fails, ClientGone if the client has disconnected."""
     async with watched(group, waiting.loop, waiting.receive):
         try:
             async with asyncio.timeout(waiting.timeout_s):
@@ -169,14 +173,14 @@ async def whole(group: Group, waiting: Waiting) -> None:
 
 
 class Document(Response):
-    """One JSON document, sent in pieces as it is read."""
+    """A JSON document that is sent in pieces, as fast as the client reads."""
 
     media_type = "application/json"
     _num_held = 0
-    """Bytes of the documents that are being sent."""
+    """Bytes of all documents that are being sent."""
 
     def __init__(self, body: bytes) -> None:
-        """HTTPError if clients have too much to read already."""
+        """HTTPError if clients have too many unread bytes already."""
         if Document._num_held + len(body) > _MAX_HELD:
             raise HTTPError(503, "clients have not read their answers: too many bytes wait", code="answers_unread")
         super().__init__(body)
@@ -193,7 +197,7 @@ class Document(Response):
 
 
 async def document(group: Group, reply: Callable[[], dict[str, Any]], waiting: Waiting, *, is_long: bool) -> Document:
-    """The answers, which are there."""
+    """The response with finished answers. A long document is written in a thread."""
 
     def write() -> bytes:
         return encode(reply())
@@ -264,7 +268,7 @@ class EventStream(Response):
 
 
 def _piece_of(events: Iterator[bytes]) -> bytes:
-    """The next events in one; nothing at the end."""
+    """The events that have come, joined; empty at the end."""
     taken, size = [], 0
     for event in events:
         taken.append(event)
@@ -278,13 +282,12 @@ async def _send(send: Send, body: bytes) -> None:
     if body:
         await send({"type": "http.response.body", "body": body, "more_body": True})
         if len(body) >= _PIECE:
-            await asyncio.sleep(0)  # where there is room for all of it, nobody else had a turn
+            await asyncio.sleep(0)  # a body that fits the buffer would give others no turn
 
 
 def encode(document: dict[str, Any]) -> bytes:
-    """JSON in UTF-8.
-
-    Answer by answer, and long lists in parts: `json.dumps` would keep all threads waiting for as long as it takes.
+    """JSON in UTF-8, written answer by answer, and long lists in parts: a single call of `json.dumps` would block all
+    other threads.
     """
     return b"".join(part.encode() for part in _parts(document, 0))
 

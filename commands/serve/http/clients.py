@@ -9,45 +9,47 @@ from typing import Any
 from runtime.loop.serving import ServeRequest
 
 KEY_OF_SCOPE = "specdec.key"
-"""Entry of a request's ASGI scope: the key that came with it, and whether the key alone says who asks."""
+"""Key of a request's ASGI scope for the API key that came with it, and whether that key alone tells clients apart."""
 
 
 SALT_OF_SCOPE = "specdec.salt"
-"""Entry of a request's ASGI scope: the salt of its API key, where keys are checked."""
+"""Key of a request's ASGI scope for the salt of its API key, if keys are checked."""
 
 
 def with_key(scope: Mapping[str, Any], key: bytes, *, num_keys: int) -> dict[str, Any]:
-    """A request's scope, and in it the API key that came with the request. `num_keys`: keys that the server knows; if
-    there are several, the key alone says who asks.
+    """A request's scope with the API key that came with the request. `num_keys` is the number of keys that the server
+    knows; if there are several, the key alone tells clients apart.
     """
     return {**scope, KEY_OF_SCOPE: (key, num_keys > 1)} | salt_scope(key if num_keys else None)
 
 
 def salt_scope(key: bytes | None) -> dict[str, Any]:
-    """The entry of a scope with the salt of an API key, from which nobody reads the key; None: no keys are checked."""
+    """Entry of a scope with the salt of an API key, from which the key cannot be read; with None, if no keys are
+    checked, an empty entry.
+    """
     return {SALT_OF_SCOPE: None if key is None else f"key {_digest([b'salt', key]).hex()}"}
 
 
 def salted(asked: Seq[ServeRequest], scope: Mapping[str, Any], given: str | None) -> list[ServeRequest]:
-    """The requests with the salt of their keys and values: the API key's, where keys are checked, and the body's
-    `cache_salt`."""
+    """The requests, each with the salt that separates its keys and values from other clients': made from the API key,
+    if keys are checked, and the body's `cache_salt`.
+    """
     salt = " ".join(filter(None, (scope.get(SALT_OF_SCOPE), None if given is None else f"salt {given}"))) or None
     return [replace(one, request=replace(one.request, cache_salt=salt)) for one in asked]
 
 
 def corpus_owners(scope: Mapping[str, Any], given: str | None) -> tuple[str | None, ...]:
-    """Owners whose corpora a request may name: its salt's, then its API key's, or the owner of requests without either.
-    The first one owns the corpora that it adds.
+    """Owners whose corpora a request may name: its salt's, then its API key's, or, without either, the common owner. A
+    corpus that it adds belongs to the first.
     """
     own = scope.get(SALT_OF_SCOPE)
     return (own,) if given is None else (" ".join(filter(None, (own, f"salt {given}"))), own)
 
 
 def client_of(scope: Mapping[str, Any], user: str | None) -> bytes:
-    """A digest that is equal for all requests of a client.
-
-    If clients have their own keys, it is made from the key. Otherwise from the key as it was sent, which may be the
-    same for all, together with the field `user`, or with the address if there is no such field.
+    """A digest that is equal for all requests of a client. If clients have their own keys, it is made from the key
+    alone. Otherwise it is made from the key as it was sent, which all may share, together with the field `user`, or
+    with the address if that field is missing.
     """
     key, is_apart = scope.get(KEY_OF_SCOPE, (b"", False))
     address = scope.get("client")

@@ -15,9 +15,9 @@ from runtime.util.errors import SpecDecError
 
 RETRY_AFTER_S = 1
 _MAX_SHOWN = 80
-"""Characters of a value that was wrong."""
+"""Number of characters of a wrong value that a message shows."""
 _MAX_MESSAGE = 1000
-"""Characters of a message: what a client sent is not sent back to it at any length."""
+"""Number of characters of a message: long texts from a client are not sent back in full."""
 _CODES = dict.fromkeys(
     ("prompt_too_long", "request_too_long", "prompt_past_positions", "request_past_positions"),
     "context_length_exceeded",
@@ -34,7 +34,7 @@ _TYPES = {
 }
 
 ANTHROPIC_PATH = "/v1/messages"
-"""Paths that begin so have Anthropic's form of errors."""
+"""Beginning of the paths on which errors have Anthropic's form."""
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -69,7 +69,7 @@ class HTTPError(Exception):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def body_at(self, path: str) -> dict[str, Any]:
-        """The body in the form of the protocol that a path belongs to."""
+        """The body of the error in the form of the protocol that the path belongs to."""
         return self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
 
     @property
@@ -81,12 +81,12 @@ class HTTPError(Exception):
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Names of fields as the client wrote them, for errors: `guided_regex` in the place of our `regex`, say."""
+    """Names of fields as the client wrote them, for errors: `guided_regex` in place of our `regex`, for example."""
 
     params: Mapping[str, str] = field(default_factory=dict)
-    """Names by the field of a request: the regular expression may have come as `guided_regex`."""
+    """The client's names by the request's field names: `regex` may have come as `guided_regex`."""
     patterns: Mapping[str, str] = field(default_factory=dict)
-    """Names by a pattern of a chat's fields, where the client speaks another protocol."""
+    """The client's names by patterns of a chat's field names, if the client speaks another protocol."""
 
     def told(self, error: HTTPError | SpecDecError) -> HTTPError:
         """The error with the client's field names in its message."""
@@ -130,8 +130,8 @@ def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:
 def of_validation(error: ValidationError, body: dict[str, Any]) -> HTTPError:
     """HTTP error for the first invalid field, with its path and the reason.
 
-    A field of several forms has an error for each. The one that is told is of the form that was meant: its kind is
-    right but not its value, or it is wrong deeper inside.
+    If a field may have several forms, pydantic reports an error for each. The error that is told is of the form that
+    the client probably meant: its type is right and its value wrong, or the error is deeper inside.
     """
     errors = error.errors(include_url=False)
     param = str(errors[0]["loc"][0])
@@ -166,7 +166,7 @@ _REASONS = {
     "less_than_equal": "must be at most {le}",
     **dict.fromkeys(("literal_error", "enum"), "must be {expected}"),  # such as `'low' or 'high'`
 }
-"""Reasons in plain words, by pydantic's types of errors; numbers and names stand in braces."""
+"""Reasons in plain words, by pydantic's types of errors; values are filled in for names in braces."""
 
 
 def _reason(error: ErrorDetails) -> str:
@@ -182,7 +182,9 @@ def _is_of_another_kind(error: ErrorDetails) -> bool:
 
 
 def _path(error: ErrorDetails, body: Any) -> list[str]:
-    """Names and places in the body. pydantic's own names of a field's forms, which lie between them, are left out."""
+    """Path of a field from its keys and list indices in the body. pydantic's own names of a field's forms, which stand
+    between them, are left out.
+    """
     path = []
     for part in error["loc"]:
         if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):

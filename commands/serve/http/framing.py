@@ -1,8 +1,8 @@
-"""Requests whose end is beyond doubt: what two readers of HTTP/1.1 may take for different requests is refused.
+"""Requests whose end is beyond doubt: a request that two readers of HTTP/1.1 may understand differently is refused.
 
 A proxy and a server that disagree on where a request ends let a client smuggle a second request past the proxy. h11
-follows RFC 9112 but for some leniency of older RFCs, which ends here: lines that end in LF alone (section 2.2), folded
-header lines (section 5.2), Content-Length beside Transfer-Encoding (section 6.3), Transfer-Encoding in HTTP/1.0
+follows RFC 9112 but allows a few forms of older RFCs. They are refused here: lines that end in LF alone (section 2.2),
+folded header lines (section 5.2), Content-Length beside Transfer-Encoding (section 6.3), Transfer-Encoding in HTTP/1.0
 (section 6.1), and versions that are neither 1.0 nor 1.1.
 """
 
@@ -15,10 +15,10 @@ _MAX_SIZE_DIGITS = 15
 
 
 class StrictConnection(h11.Connection):
-    """A server's end of a connection, which raises h11.RemoteProtocolError for such requests."""
+    """The server's side of a connection, which raises h11.RemoteProtocolError for requests whose end is in doubt."""
 
     refused_because = "the request is no valid HTTP/1.1"
-    """Message for the client, once an error was raised."""
+    """Message for the client after an error was raised."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER)
@@ -40,7 +40,9 @@ class StrictConnection(h11.Connection):
 
 
 class _StrictLines(ReceiveBuffer):
-    """Header lines, before a body and after the last chunk, that end in CRLF and do not continue the line before."""
+    """Reader of header lines, before a body and after the last chunk, which must end in CRLF and must not continue the
+    line before.
+    """
 
     _extracted = bytearray()
 
@@ -59,7 +61,9 @@ class _StrictLines(ReceiveBuffer):
         return lines
 
     def maybe_extract_next_line(self) -> bytearray | None:
-        """The line before a chunk. A size that 64 bits do not hold may be a small one to the other reader."""
+        """The next line, such as the line with a chunk's size. A size that does not fit into 64 bits is refused:
+        another reader may see a small number there.
+        """
         end = self._data.find(b"\n")
         if end >= 0 and self._data[max(end - 1, 0) : end] != b"\r":
             raise h11.LocalProtocolError("a line ends in LF without CR")
@@ -70,7 +74,7 @@ class _StrictLines(ReceiveBuffer):
 
 
 def _check_framing(request: h11.Request) -> None:
-    """Raise h11.LocalProtocolError for a request whose end depends on the reader."""
+    """Raise h11.LocalProtocolError for a request whose end readers may see differently."""
     names = {name for name, _ in request.headers}
     if request.http_version not in (b"1.0", b"1.1"):
         raise h11.LocalProtocolError("the versions are 1.0 and 1.1")

@@ -1,4 +1,4 @@
-"""Documents that the server sends of itself: openapi.json, the page to try it, and Prometheus metrics."""
+"""Documents about the server itself: openapi.json, the page to try the model, and Prometheus metrics."""
 
 import base64
 import hashlib
@@ -88,20 +88,20 @@ def _anthropic_content() -> dict[str, Any]:
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The responses of a route that answers with these."""
+    """OpenAPI description of the error responses with these statuses."""
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
 
 
 def answers(model: type[Any]) -> dict[int | str, dict[str, Any]]:
-    """The answer of a route that generates: a document, or a stream of events."""
+    """OpenAPI description of the response of a route that generates: a document, or a stream of events."""
     whole = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
     content = {"application/json": whole, "text/event-stream": {"schema": _TEXT}}
     return {200: {"description": "the answer, whole or in a stream", "content": content}}
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's OpenAPI document, with the parts that it lacks."""
+    """FastAPI's OpenAPI document, with the parts added that FastAPI does not know."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     described = models_json_schema(_MODELS, ref_template="#/components/schemas/{model}")[1]
     key = {"type": "http", "scheme": "bearer"}
@@ -123,7 +123,7 @@ _INLINE = re.compile(r"<(script|style)[^>]*>(.*?)</\1>", re.DOTALL | re.IGNORECA
 
 
 def page_response() -> HTMLResponse:
-    """The page, its own scripts and styles allowed by their digests."""
+    """The page to try the model. Its own scripts and styles are allowed by their digests."""
     html = (files("commands.serve") / "page.html").read_text(encoding="utf-8")
     digests: dict[str, list[str]] = {"script": [], "style": []}
     for kind, content in _INLINE.findall(html):
@@ -159,7 +159,9 @@ def _client_class(num_before: int, max_batch_size: int) -> str:
 
 
 class ServerMetrics:
-    """Everything that `/metrics` shows of one model, by vLLM's names. Counters are the loop's: nothing counts twice."""
+    """All metrics that `/metrics` shows of a model, by vLLM's names. Counters are the loop's own, so nothing is counted
+    twice.
+    """
 
     def __init__(self, loop: ServingLoop, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -183,7 +185,7 @@ class ServerMetrics:
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end.", _E2E_S)
 
     def observe(self, answer: RequestHandle) -> None:
-        """Take the times of an answer that got on, when it is over."""
+        """Record the times of an answer when it has ended."""
         if answer.progress.finish_reason is None:
             return
         stats = answer.sequence.stats
@@ -198,7 +200,7 @@ class ServerMetrics:
 
 
 def _full(name: str) -> str:
-    """The name of a metric, vLLM's unless it says otherwise."""
+    """The full name of a metric: vLLM's, unless the name has a prefix of its own."""
     return name if ":" in name else f"vllm:{name}"
 
 

@@ -1,4 +1,4 @@
-"""Routes of other servers, and slips in our own: a 404 names the route that does the same here."""
+"""Routes of other servers, and misspelt routes of ours: a 404 names the route that does the same here."""
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -36,9 +36,8 @@ _EMBEDDINGS = ("/api/embed", "/api/embeddings", "/embed", "/embedding", "/embedd
 
 
 def what_is_there(path: str, methods: Mapping[str, Iterable[str]]) -> str:
-    """The end of an error for an unknown path; nothing if no route here is like it.
-
-    `methods` has the methods of each route of this server: `{"/v1/models": {"GET"}}`.
+    """The end of the error for an unknown path; empty if no route here is similar. `methods` has the methods of each
+    route of this server: `{"/v1/models": {"GET"}}`.
     """
     path = "/" + path.strip("/")
     if path in _EMBEDDINGS:
@@ -50,7 +49,9 @@ def what_is_there(path: str, methods: Mapping[str, Iterable[str]]) -> str:
 
 
 def _with_other_beginning(path: str, routes: Iterable[str]) -> str | None:
-    """`/v1/v1/models` and `/openai/models` end as `/v1/models` does: a client's base URL is wrong."""
+    """The route that a path with a wrong beginning means: `/v1/v1/models` and `/openai/models` stand for `/v1/models`,
+    when a client's base URL is wrong.
+    """
     same = [route for route in routes if "{" not in route and path.endswith(route.removeprefix("/v1"))]
     return max(same, key=len, default=None)
 

@@ -12,14 +12,16 @@ from commands.output.output import stderr, visible
 from runtime.loop.serving import RequestHandle
 
 _MAX_SHOWN = 200
-"""Characters of a path or of a model's name, which come from clients."""
+"""Number of characters that are shown of a path or a model's name, which come from clients."""
 _SCOPE_KEY = "specdec.noted"
-"""Entry of a request's ASGI scope: its `_Noted`, where requests are logged."""
+"""Key of a request's ASGI scope for its `_Noted`, if requests are logged."""
 
 
 @dataclass
 class _Noted:
-    """Facts of a request that its route knows. `num_alternatives`: outputs of each prompt, one after the other."""
+    """Facts of a request that its route knows. `num_alternatives` is the number of outputs for each prompt, which are
+    generated one after the other.
+    """
 
     model: str = ""
     answers: list[RequestHandle] = field(default_factory=list)
@@ -34,19 +36,21 @@ def note_model(scope: Mapping[str, Any], model: str) -> None:
 
 
 def note_answers(scope: Mapping[str, Any], answers: list[RequestHandle], num_alternatives: int) -> None:
-    """Note the answers that are on their way."""
+    """Note the answers that are being generated."""
     if (noted := scope.get(_SCOPE_KEY)) is not None:
         noted.answers, noted.num_alternatives = answers, num_alternatives
 
 
 def note_error(scope: Mapping[str, Any], code: str | None) -> None:
-    """Note the code of the error that a request gets, such as `context_length_exceeded`: its message may have text."""
+    """Note the code of the request's error, such as `context_length_exceeded`. The message is not noted, since it may
+    quote the request's text.
+    """
     if (noted := scope.get(_SCOPE_KEY)) is not None:
         noted.error = code or ""
 
 
 class RequestLog:
-    """An application that logs the requests to another one, when they are over."""
+    """An application that calls another application, and logs each request when it is over."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

@@ -1,4 +1,6 @@
-"""The server's routes: what comes in is read, asked of the loop, and written as OpenAI's clients read it."""
+"""The server's routes: a request's body is read, the loop answers it, and the answer is written as OpenAI's clients
+read it.
+"""
 
 import asyncio
 import time
@@ -184,7 +186,7 @@ def _generation_routes(server: Server) -> APIRouter:
 
     @router.post("/v1/completions", **_answered(CompletionRequest, CompletionAnswer))
     async def completions(request: Request) -> Response:
-        """A prompt goes on."""
+        """Continue a prompt."""
         body, group = await server.ask(request, CompletionRequest, ask_completion)
         return await server.reply(
             request, body, group, CompletionReply(server.served, body, group.answers, server.texts)
@@ -192,13 +194,13 @@ def _generation_routes(server: Server) -> APIRouter:
 
     @router.post("/v1/chat/completions", **_answered(ChatRequest, ChatAnswer))
     async def chat_completions(request: Request) -> Response:
-        """The assistant's next message."""
+        """Generate the assistant's next message."""
         body, group = await server.ask(request, ChatRequest, ask_chat)
         return await server.reply(request, body, group, ChatReply(server.served, body, group.answers, server.texts))
 
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embeddings(request: Request) -> Response:
-        """Nothing: the server says so."""
+        """Refuse to make embeddings, with an error that says so."""
         raise HTTPError(400, "this server generates text, and computes no embeddings", code="unsupported")
 
     return router
@@ -209,7 +211,7 @@ def _responses_routes(server: Server) -> APIRouter:
 
     @router.post("/v1/responses", **_answered(ResponsesRequest, ResponseAnswer))
     async def responses(request: Request) -> Response:
-        """The next response of OpenAI's Responses."""
+        """Generate the next response of OpenAI's Responses."""
         before: list[dict[str, Any]] = []
 
         def translate(body: ResponsesRequest) -> ChatRequest:
@@ -224,12 +226,12 @@ def _responses_routes(server: Server) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}", responses=errors(404), response_model=ResponseAnswer)
     async def response(response_id: str) -> Response:
-        """A response that is kept."""
+        """A response that the server has kept."""
         return JSONResponse(store.document(response_id))
 
     @router.delete("/v1/responses/{response_id}", responses=errors(404))
     async def forget(response_id: str) -> dict[str, Any]:
-        """Keep a response no longer."""
+        """Delete a kept response."""
         store.delete(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -241,14 +243,14 @@ def _messages_routes(server: Server) -> APIRouter:
 
     @router.post("/v1/messages", **_answered(MessagesRequest, MessageAnswer))
     async def messages(request: Request) -> Response:
-        """The next message of Anthropic's Messages."""
+        """Generate the next message of Anthropic's Messages."""
         translate = partial(chat_of_messages, server.served)
         body, chat, group = await server.ask_as_chat(request, MessagesRequest, translate)
         return await server.reply(request, chat, group, MessagesReply(server.served, body, chat, group.answers))
 
     @router.post("/v1/messages/count_tokens", **_body(CountRequest))
     async def count_tokens(request: Request) -> dict[str, int]:
-        """Number of a conversation's tokens."""
+        """The number of tokens of a conversation."""
         raw = await _read_body(request)
 
         def work() -> dict[str, int]:
@@ -280,12 +282,14 @@ def _model_routes(server: Server, version: str) -> APIRouter:
     @router.get("/v1/models", responses=_REFUSED, response_model=ModelsAnswer)
     @router.get("/models", responses=_REFUSED, response_model=ModelsAnswer)
     async def models() -> dict[str, Any]:
-        """The model that is served, by each of its names. Codex reads `models`, descriptions of OpenAI's own."""
+        """The model that is served, under each of its names. Codex reads the key `models`, which has descriptions in
+        OpenAI's own form.
+        """
         return {"object": "list", "data": [card(name) for name in served.names], "models": []}
 
     @router.get("/v1/models/{name:path}", responses=_REFUSED | errors(404), response_model=ModelAnswer)
     async def model(name: str) -> dict[str, Any]:
-        """One name of the model."""
+        """The model under one of its names."""
         served.check_name(name)
         return card(name)
 
@@ -293,7 +297,7 @@ def _model_routes(server: Server, version: str) -> APIRouter:
 
     @router.get("/health", response_class=Response, responses=errors(403) | unready)
     async def health() -> Response:
-        """200 while requests are taken, 503 when not."""
+        """200 while requests are accepted, otherwise 503."""
         return Response(status_code=200 if loop.takes_requests else 503)
 
     @router.get("/version", responses=_REFUSED)
@@ -307,7 +311,7 @@ def _model_routes(server: Server, version: str) -> APIRouter:
 
     @router.get("/requests", responses=_REFUSED)
     async def requests() -> dict[str, Any]:
-        """Sequences on their way."""
+        """The sequences that are waiting or running."""
         now = time.perf_counter()
         return {"data": [_request_entry(answer, now) for answer in loop.unfinished()]}
 
@@ -334,7 +338,7 @@ def _token_routes(server: Server) -> APIRouter:
 
     @router.post("/tokenize", **_body(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, Any]:
-        """A text's tokens, or a conversation's."""
+        """The tokens of a text or a conversation."""
         raw = await _read_body(request)
 
         def work() -> dict[str, Any]:
@@ -349,7 +353,7 @@ def _token_routes(server: Server) -> APIRouter:
 
     @router.post("/detokenize", **_body(DetokenizeRequest))
     async def detokenize(request: Request) -> dict[str, str]:
-        """The text of tokens, special ones included."""
+        """The text of tokens, special tokens included."""
         raw = await _read_body(request)
 
         def work() -> dict[str, str]:
@@ -371,7 +375,9 @@ def _token_routes(server: Server) -> APIRouter:
 
 
 def _corpus_routes(server: Server) -> APIRouter:
-    """Corpora by SGLang's routes (`commands.serve.corpora`); errors have the form of this server's other errors."""
+    """Routes for corpora, under SGLang's names (`commands.serve.corpora`); errors have the form of this server's other
+    errors.
+    """
     router, served = APIRouter(responses=_REFUSED), server.served
 
     @router.post("/add_external_corpus", **_body(AddCorpusRequest))
@@ -431,7 +437,7 @@ def _check_tokens(served: ServedModel, tokens: Seq[int]) -> None:
 
 
 async def _read_body(request: Request) -> bytes:
-    """The whole body; HTTPError if it is too long or too slow, ClientGone if its sender went away."""
+    """The whole body; HTTPError if it is too long or too slow, ClientGone if the client has disconnected."""
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and int(announced) > _MAX_BODY_BYTES:
         raise _too_long()
@@ -454,7 +460,7 @@ def _too_long() -> HTTPError:
 
 
 def _answered(model: type[Any], answer: type[Any]) -> dict[str, Any]:
-    """The same with what a generation answers."""
+    """The model's class with the keys that a generated answer adds."""
     described = _body(model)
     return described | {"responses": described["responses"] | errors(429, 500, 503, 504) | answers(answer)}
 

@@ -1,4 +1,6 @@
-"""Connections: as many as the process has room for, and none for a client that says nothing."""
+"""Connections of the server: at most as many as the process has room for, and none that stays open while its client
+sends nothing.
+"""
 
 import asyncio
 import json
@@ -32,21 +34,21 @@ from runtime.util.errors import SpecDecError, UsageError
 
 MAX_CONNECTIONS = 1000
 REQUEST_S = 35
-"""Time for sending a request, from the first byte to the last; for the first one, from when the connection is made. Of
-a body that comes too late the client is told before that (`routes`)."""
+"""Seconds for sending a request, from the first byte to the last; for the first request of a connection, from when it
+is made. A client whose body is too slow gets an error before that (`routes`).
+"""
 READING_S = 30
-"""Time for reading enough of an answer that more of it is sent: some 50 KB."""
+"""Seconds in which a client must read some 50 KB of an answer, so that more can be sent."""
 BACKLOG = 512
-"""Connections that are accepted in one go, before it is looked how many there are."""
+"""Connections that are accepted in one go, before their number is checked."""
 _REFUSED_S = 1
 _MAX_REFUSED = 1000
 _NUM_FILES = 4096
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with bounds: on connections, on the time for sending a request, and for reading an answer.
-
-    Requests that a proxy in front may read otherwise than this server does are refused (`commands.serve.http.framing`).
+    """uvicorn's HTTP/1.1 with limits on connections, on the time for sending a request, and on the time for reading an
+    answer. Requests that a proxy may understand differently are refused (`commands.serve.http.framing`).
     """
 
     num_refused = 0
@@ -77,9 +79,8 @@ class BoundedProtocol(H11Protocol):
             self.loop.call_later(_REFUSED_S, transport.close)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that is no HTTP, and close the connection: where a next request begins is not known.
-
-        In the middle of an answer nothing can be said; the connection is closed.
+        """Refuse a request that is not valid HTTP, and close the connection, since the beginning of a next request is
+        not known. In the middle of an answer no error can be sent, and the connection is only closed.
         """
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_response(HTTPError(400, self.conn.refused_because, code="invalid_http")))
@@ -96,7 +97,7 @@ class BoundedProtocol(H11Protocol):
             self._request_due.stop()
 
     def _is_awaiting_request(self) -> bool:
-        """True between the first byte of a request and its last, whether an answer was given before that or not."""
+        """True between the first byte of a request and its last, even if it was answered before its end."""
         if self.transport.is_closing():
             return False
         state = self.conn.their_state
@@ -120,7 +121,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class _Deadline:
-    """A timer of a connection: aborts the connection when the time is up, unless it is stopped before."""
+    """A timer of a connection: aborts the connection after a time, unless it is stopped before."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol
@@ -150,7 +151,7 @@ def _refusal() -> bytes:
 
 
 def _response(error: HTTPError) -> bytes:
-    """The error as a whole response, after which the connection is closed."""
+    """The error as a complete response, after which the connection is closed."""
     body = json.dumps(error.body).encode()
     headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
     first = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
@@ -159,7 +160,7 @@ def _response(error: HTTPError) -> bytes:
 
 
 def allow_files() -> None:
-    """Room for the connections among the process's open files, as far as it may be had."""
+    """Raise the process's limit on open files for the connections, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _NUM_FILES if hard == resource.RLIM_INFINITY else min(_NUM_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -169,10 +170,11 @@ def allow_files() -> None:
 _LOG = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 15
 _SWITCH_S = 1e-3
-"""Time that a thread which computes in Python, such as one that writes a long answer, lets the event loop and the
-engine's loop wait; each of their calls may wait for it several times."""
+"""Seconds after which Python switches threads. A thread that computes in Python, such as one that writes a long answer,
+makes each call of the event loop and of the engine's loop wait that long, perhaps several times.
+"""
 _SENDING_S = 2
-"""Time for slow clients to read the end of their answers, after the last of them is computed or aborted."""
+"""Seconds for slow clients to read the ends of their answers, after the last answer was computed or aborted."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class Address:
 
 
 def listen(address: Address) -> socket.socket:
-    """A socket that is bound and takes no connections yet; SpecDecError if the address cannot be had."""
+    """A socket that is bound and takes no connections yet; SpecDecError if the address is not available."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -212,7 +214,9 @@ def listen(address: Address) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Stops in two steps: new requests are refused at once, connections are closed when what runs is done."""
+    """A server that stops in two steps: new requests are refused at once, and connections are closed when the running
+    requests are done.
+    """
 
     def __init__(
         self, config: uvicorn.Config, loop: ServingLoop, shutdown_timeout_s: float, on_ready: Callable[[], None]
@@ -259,7 +263,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _end_unfinished(self, groups: Collection[Group]) -> None:
-        """Notify waiting clients: uvicorn would only cut their connections."""
+        """Send an error to waiting clients: uvicorn would only close their connections."""
         for group in groups:
             group.end(as_http_error(_stopping()))
         if groups:
@@ -276,8 +280,9 @@ def _stopping() -> Stopping:
 
 
 class _EndTold:
-    """An application whose cancelled requests get a 503 instead of uvicorn's 500: at the end it cancels what is left,
-    such as a request whose body has not come."""
+    """An application whose cancelled requests get a 503 instead of uvicorn's 500. At its end the server cancels
+    requests that are left, such as a request whose body has not come.
+    """
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -315,9 +320,8 @@ def serve(
     on_ready: Callable[[], None],
     certificate: Certificate | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; a second signal does not wait. `on_ready` is called when connections are taken.
-
-    SpecDecError when the engine has ended.
+    """Serve until SIGTERM or Ctrl-C; after a second signal, running requests are ended. `on_ready` is called when
+    connections are accepted. SpecDecError when the engine has ended.
     """
     allow_files()
     sys.setswitchinterval(_SWITCH_S)
@@ -344,7 +348,7 @@ def serve(
 
 @contextmanager
 def errors_logged() -> Iterator[None]:
-    """Log errors on stderr, with their location."""
+    """Log errors on stderr, with their tracebacks' last location."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     handler.addFilter(_is_no_cancelling)
@@ -360,5 +364,7 @@ def errors_logged() -> Iterator[None]:
 
 
 def _is_no_cancelling(record: logging.LogRecord) -> bool:
-    """uvicorn logs each task that it cancels at the end as if it had failed, after a line that says how many."""
+    """False for a record about a cancelled task: at the end uvicorn logs each task that it cancels as a failure, after
+    a line with their number.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))

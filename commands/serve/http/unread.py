@@ -1,6 +1,7 @@
 """Refusals that reach a client which is still sending.
 
-A connection that is closed over bytes which nobody read is reset, and the client may lose the answer that it was sent.
+If a connection is closed while bytes of the client are unread, the system resets it, and the client may lose the answer
+that it was sent.
 """
 
 import asyncio
@@ -8,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 _MOST_BYTES, _MOST_S = 64 << 20, 2.0
-"""Bytes and seconds of a body that is read and dropped before the answer."""
+"""Limits on a body that is read and dropped before the answer: bytes and seconds."""
 
 
 class ReadsBodies:

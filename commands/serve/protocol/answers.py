@@ -1,4 +1,4 @@
-"""Answers that the routes document: the keys that clients may rely on. Others come with them."""
+"""Answers that the routes document: the keys that clients may rely on. Real answers have further keys."""
 
 from typing import Any, Literal
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Answer(BaseModel):
-    """Documents have more keys than are named."""
+    """An answer. Documents have more keys than are described."""
 
     model_config = ConfigDict(extra="allow")
 

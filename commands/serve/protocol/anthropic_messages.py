@@ -74,9 +74,8 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
 
 
 def _budget(served: ServedModel, body: MessagesRequest) -> dict[str, int]:
-    """Budget for thinking, as a chat request has it.
-
-    Claude Code sends `thinking` to any model: to one that does not think it says nothing.
+    """Budget for thinking, as a field of a chat request. Claude Code sends `thinking` to any model; for a model that
+    does not think the field is ignored.
     """
     budget = body.budget_in_chat
     is_anthropics = all(name.startswith("thinking.") for name in body.budgets)
@@ -84,14 +83,16 @@ def _budget(served: ServedModel, body: MessagesRequest) -> dict[str, int]:
 
 
 def _system(body: CountRequest) -> str:
-    """Instructions. A line of Claude Code's for its maker's accounts would make each conversation begin differently."""
+    """System message of the body. A line that Claude Code adds for accounting is dropped: it would make the beginning
+    of each conversation different.
+    """
     if isinstance(body.system, str):
         return body.system
     return _joined(part.text for part in body.system or () if not part.text.startswith(_ACCOUNTING))
 
 
 def _tools(body: CountRequest) -> list[dict[str, Any]] | None:
-    """Tools of the client's own; those of Anthropic's servers have another type."""
+    """Tools that the client runs. Tools of Anthropic's servers, which have another type, are left out."""
     own = [tool for tool in body.tools or () if tool.get("type") in (None, "custom")]
     tools = []
     for tool in own:
@@ -102,7 +103,7 @@ def _tools(body: CountRequest) -> list[dict[str, Any]] | None:
 
 
 def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """A message of blocks as chat messages: with calls, or as the tools' answers followed by a text."""
+    """A message of blocks as chat messages: one message with calls, or the tools' results followed by a text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     blocks = [block.text or "" for block in message.content if block.type == "text"]
@@ -234,7 +235,7 @@ class MessagesReply:
         return next((word for word in self._body.stop_sequences or () if word in text), None)
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens that were found in the K/V cache are counted apart."""
+        """Numbers of tokens. Tokens found in the K/V cache are counted apart."""
         counts = usage(self.answers, 1)
         num_cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -249,8 +250,8 @@ class MessagesReply:
 
 
 def _input(arguments: str) -> Any:
-    """A call's arguments as an object; if they were cut off, as far as they came, which is how clients read the
-    stream.
+    """A call's arguments as an object. If the answer was cut off in them, the part that came, which is how clients read
+    the stream.
     """
     try:
         found = from_json(arguments or "{}", allow_partial=True)

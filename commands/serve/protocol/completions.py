@@ -1,5 +1,5 @@
-"""OpenAI's completions, choices of text, and chat completions, messages with text, reasoning and calls: each whole or
-in chunks.
+"""OpenAI's completions (choices of text) and chat completions (messages with text, reasoning and calls), each sent
+whole or in chunks.
 """
 
 import time
@@ -73,7 +73,9 @@ class CompletionReply:
         return Chunks(self._first, self._of_piece, self._last)
 
     def _first(self, index: int) -> Iterator[dict[str, Any]]:
-        """Nothing: what is echoed comes with the first piece, when its log-probabilities are known."""
+        """The first chunk of an answer: none, since an echoed prompt comes with the first piece, when its
+        log-probabilities are known.
+        """
         yield from ()
 
     def _of_piece(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -130,7 +132,7 @@ class CompletionReply:
         return choice | (receipt_key(self._served, answer, self.receipt_name) if piece.is_last else {})
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
-        """The prompt's ids, if they are asked for: of a stream in the first chunk of each choice."""
+        """The prompt's ids, if the request asks for them; in a stream they are in the first chunk of each choice."""
         ids = list(self.answers[index].request.prompt_tokens)
         return {"prompt_token_ids": ids} if self._body.return_token_ids else {}
 
@@ -140,7 +142,7 @@ class CompletionReply:
         return self._texts.completion_logprobs([None, *answer.sequence.prompt_logprobs], tokens, starts)
 
     def _echo(self, index: int) -> str:
-        """The prompt's text, once for all of its answers, if it is to be echoed."""
+        """The prompt's text, if the request asks for an echo; once for each choice."""
         number = index * self._num_prompts // len(self.answers)
         if number not in self._echoed:
             tokens = self.answers[index].request.prompt_tokens
@@ -159,7 +161,7 @@ def chat_streams(served: ServedModel, body: ChatRequest, answers: Seq[RequestHan
 
 
 def call_id(answer: RequestHandle, index: int) -> str:
-    """An id of a call. The same for the same answer to the same request with the same seed."""
+    """An id for a call; the same for the same answer to the same request with the same seed."""
     request = answer.request
     told = [request.sampling.random_seed, request.return_index, index, *request.prompt_tokens]
     return f"call_{digest(map(str, told))[:24]}"
@@ -201,7 +203,7 @@ class ChatReply:
         )
 
     def _prompt_ids(self) -> dict[str, Any]:
-        """The prompt's ids, if they are asked for: of a stream in the first chunk."""
+        """The prompt's ids, if the request asks for them; in a stream they are in the first chunk."""
         ids = list(self.answers[0].request.prompt_tokens)
         return {"prompt_token_ids": ids} if self._body.return_token_ids else {}
 
@@ -229,7 +231,7 @@ class ChatReply:
         return message
 
     def _call(self, index: int, name: str) -> dict[str, Any]:
-        """The next call of an answer."""
+        """A new call of an answer, with its number, id and name."""
         number = self._num_calls[index]
         self._num_calls[index] += 1
         self._arguments[index] = ""

@@ -37,11 +37,11 @@ from runtime.util.errors import SpecDecError
 
 _TEMPLATE_S = 2.0
 _CHECKS_S = 2.0
-"""Time for finding the tool whose schema cannot be used."""
+"""Seconds for finding the tool whose schema cannot be used."""
 
 
 def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
-    """The conversation by the tokenizer's template."""
+    """The tokens of the conversation, by the tokenizer's chat template."""
     if not served.has_chat_template:
         raise HTTPError(400, "the model's tokenizer has no chat template: send a prompt to /v1/completions instead")
     template = served.llm.chat_template
@@ -116,7 +116,9 @@ def _inputs(template: str, body: Conversation) -> TemplateInputs:
 
 
 def lacks_switch(served: ServedModel, body: ChatRequest) -> bool:
-    """True if the request turns thinking off, and the model's template has no variable for that: a budget of 0 does."""
+    """True if the request turns thinking off and the model's template has no variable for that; a budget of 0 then has
+    the same effect.
+    """
     template = served.llm.chat_template.tool_text if body.shown_tools else served.template_text
     is_off = (body.chat_template_kwargs or {}).get("enable_thinking") is False and "enable_thinking" not in template
     is_none = body.reasoning_effort == "none" and not has_effort(template) and "enable_thinking" not in template
@@ -129,14 +131,14 @@ def has_effort(template: str) -> bool:
 
 
 def _tool_document(tool: FunctionTool) -> dict[str, Any]:
-    """A tool as templates write it."""
+    """A tool in the form that templates expect."""
     function: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 def _messages(body: Conversation) -> list[Message]:
-    """Messages in the form that templates read; HTTPError for calls without answers, and answers without calls."""
+    """Messages in the form that templates expect; HTTPError for calls without results, and results without calls."""
     said: list[Message] = []
     names: dict[str, str] = {}
     unanswered: list[str | None] = []
@@ -182,7 +184,7 @@ def _message(message: ChatMessage, place: str, field: str) -> Message:
 
 
 def _call_document(call: MessageCall, place: str, field: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which templates write in their own way, or a text that was cut off."""
+    """A call for the template, with its arguments as an object, or as text if they were cut off."""
     arguments: Any = call.function.arguments
     if isinstance(arguments, str) and arguments.strip():
         with suppress(ValueError, RecursionError):
@@ -198,8 +200,8 @@ def _call_document(call: MessageCall, place: str, field: str) -> dict[str, Any]:
 
 
 def _as_template_has_it(template: str, messages: list[Message]) -> list[Message]:
-    """Messages adapted to the template: DeepSeek's recognises a call by a message without content, gpt-oss's reads
-    `thinking`.
+    """Messages adapted to the template: DeepSeek's template recognises a call by a message without content, and
+    gpt-oss's reads the key `thinking`.
     """
     has_none = "content'] is none" in template or "content is none" in template
     has_thinking = ".thinking" in template and "reasoning_content" not in template
@@ -236,8 +238,8 @@ def _alternating(messages: list[Message]) -> list[Message]:
 
 
 def tools_of(body: Conversation) -> tuple[Tool, ...]:
-    """The functions that may be called; HTTPError for two with the same name, or a `tool_choice` that names none of
-    them.
+    """The functions that may be called; HTTPError for two functions with the same name, or for a `tool_choice` that
+    names no function.
     """
     tools = [
         Tool(one.function.name, one.function.parameters or {}, bool(one.function.strict)) for one in body.callable_tools
@@ -262,7 +264,7 @@ def tools_of(body: Conversation) -> tuple[Tool, ...]:
 
 
 def output_form(served: ServedModel, body: ChatRequest) -> OutputForm:
-    """Form by which the answers are read."""
+    """The form by which answers are parsed into text, reasoning and calls."""
     reasoning = None if body.separate_reasoning is False else served.reasoning_format
     return OutputForm.of(served.tool_format, reasoning, served.special_tokens, tools_of(body))
 
@@ -270,8 +272,9 @@ def output_form(served: ServedModel, body: ChatRequest) -> OutputForm:
 def reader_of(served: ServedModel, body: ChatRequest, request: Request) -> tuple[Parser | None, SpecialTokens | None]:
     """Parser of an answer, and the special tokens that it reads; None for answers that are text alone.
 
-    By the tokenizer's own response template where there is one and no other format is asked for. Thinking that the
-    prompt opened is not gone on with by a form that has no place for its end, such as a choice of "yes" and "no".
+    The parser follows the tokenizer's own response template, if there is one and no other format is asked for. If the
+    prompt opened a thought and the output's grammar leaves no room to end it, such as a choice of "yes" and "no", the
+    answer is not parsed as thinking.
     """
     goes_on = not _leaves_no_thinking(served, request.grammar)
     own = served.response_template
@@ -290,8 +293,8 @@ def reader_of(served: ServedModel, body: ChatRequest, request: Request) -> tuple
 
 
 def _leaves_no_thinking(served: ServedModel, grammar: CompiledGrammar | None) -> bool:
-    """True for a form of the whole output in which thinking cannot end: it neither names an end tag nor lets an output
-    begin with one, as the regular expression `.*` does.
+    """True for a grammar of the whole output in which thinking cannot end: it does not mention the end tag, and does
+    not allow an output to begin with it, as the regular expression `.*` does.
     """
     reasoning = served.reasoning_format
     if grammar is None or grammar.form.kind not in ("regex", "grammar", "choice") or reasoning is None:
@@ -310,7 +313,7 @@ def is_in_reasoning(served: ServedModel, form: OutputForm, prompt: Seq[int]) -> 
 
 
 def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> CompiledGrammar | None:
-    """Grammar for the answer's calls, or for its JSON after the reasoning; None where nothing is constrained."""
+    """Grammar for the answer's calls, or for its JSON after the reasoning; None if nothing is constrained."""
     tools = tools_of(body)
     form = output_form(served, body)
     in_reasoning = is_in_reasoning(served, form, prompt)
@@ -342,7 +345,7 @@ def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> Co
 def _compiled_calls(
     served: ServedModel, calls: Calls, format_of: ToolFormat, form: OutputForm, *, in_reasoning: bool
 ) -> CompiledGrammar | None:
-    """HTTPError that names the tool whose schema cannot be used."""
+    """Compiled grammar of the calls; HTTPError that names the tool whose schema cannot be used."""
     try:
         special = _special_ids(served)
         text = call_grammar(calls, format_of, form.reasoning, special, in_reasoning=in_reasoning)
@@ -371,8 +374,8 @@ def _check_schema(served: ServedModel, tool: Tool) -> None:
 
 
 def _after_thought(served: ServedModel, body: ChatRequest, form: OutputForm) -> CompiledGrammar | None:
-    """Grammar for JSON under a schema after the reasoning that the prompt began; other forms apply from the first
-    token.
+    """Grammar for JSON under a schema, applied after the reasoning that the prompt opened; other grammars apply from
+    the first token.
     """
     (_, kind, value), *_ = body.forms
     if kind != "json_schema" or form.reasoning is None:
@@ -386,12 +389,14 @@ def _special_ids(served: ServedModel) -> SpecialIds:
 
 
 class _TooLong(BaseException):
-    """Raised in a thread by another. No Exception, because a template's errors are caught."""
+    """Exception that one thread raises in another when a template takes too long. It is not an `Exception`, since
+    templates' errors are caught.
+    """
 
 
 @contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds of Python: templates are programs with loops."""
+    """Raise TimeoutError in the block after `seconds` of running Python: templates are programs with loops."""
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 
     def end() -> None:
@@ -408,6 +413,6 @@ def ended_after(seconds: float) -> Iterator[None]:
         finally:
             with lock:
                 is_over = True
-            timer.cancel()  # what was raised meanwhile arrives by the end of this call
+            timer.cancel()  # an exception raised meanwhile arrives before this call ends
     except _TooLong:
         raise TimeoutError from None

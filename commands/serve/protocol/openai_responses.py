@@ -36,7 +36,9 @@ _PASSED_ON = frozenset({*Generation.model_fields, *names_in("responses").values(
 
 
 class ResponseStore:
-    """The last responses, with the messages that they go on from. Bounded in number and in characters."""
+    """The latest responses, with the messages that a later request may continue. Their number and their characters are
+    limited.
+    """
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = OrderedDict()
@@ -55,7 +57,7 @@ class ResponseStore:
         return self._find(response_id)[0]
 
     def messages(self, response_id: str) -> list[dict[str, Any]]:
-        """Messages that a request goes on from by its `previous_response_id`."""
+        """Messages of the response that a request continues by its `previous_response_id`."""
         return self._find(response_id, "previous_response_id")[1]
 
     def delete(self, response_id: str) -> None:
@@ -97,7 +99,7 @@ def chat_of_responses(served: ServedModel, body: ResponsesRequest, said: list[di
 
 
 def _plain(chat: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are given, models of pydantic's as JSON."""
+    """The fields of a chat request that are given; pydantic's models become JSON."""
     given = {name: value for name, value in chat.items() if value is not None}
     return {
         name: value.model_dump(by_alias=True, exclude_unset=True) if hasattr(value, "model_dump") else value
@@ -106,7 +108,7 @@ def _plain(chat: dict[str, Any]) -> dict[str, Any]:
 
 
 def messages_of(body: ResponsesRequest, store: ResponseStore) -> list[dict[str, Any]]:
-    """The conversation before the answer, without instructions. Each message has the place where it was written."""
+    """The conversation before the answer, without instructions. Each message has its path in the client's body."""
     kept = [] if body.previous_response_id is None else store.messages(body.previous_response_id)
     said = [one | {"place": "previous_response_id"} for one in kept]
     if isinstance(body.input, str):
@@ -133,7 +135,7 @@ def messages_of(body: ResponsesRequest, store: ResponseStore) -> list[dict[str, 
 
 
 def _assistant(said: list[dict[str, Any]], place: str, *, is_new: bool = False) -> dict[str, Any]:
-    """The assistant's message that an item belongs to: reasoning, text and calls form one message."""
+    """The assistant's message that an item belongs to: neighbouring reasoning, text and calls form one message."""
     last = said[-1] if said and said[-1]["role"] == "assistant" else None
     if last is None or (is_new and ("content" in last or "tool_calls" in last)):
         said.append({"role": "assistant", "place": place})
@@ -156,7 +158,7 @@ def _text(content: str | list[Any]) -> str:
 
 
 def _tools(body: ResponsesRequest) -> dict[str, Any]:
-    """Tools and the choice among them, as a chat request has them."""
+    """Tools and the choice among them, as fields of a chat request."""
     for i, tool in enumerate(body.tools or ()):
         if not isinstance(tool.get("type"), str):
             raise HTTPError(400, f"tools.{i}.type: it is missing", param="tools", code="invalid_value")

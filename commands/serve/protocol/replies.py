@@ -1,4 +1,6 @@
-"""An answer as it grows: its text in pieces, with log-probabilities and kinds of tokens where they are asked for."""
+"""An answer as it grows: its text in pieces, with log-probabilities and kinds of tokens if the request
+asks for them.
+"""
 
 import json
 from bisect import bisect_right
@@ -23,9 +25,8 @@ from runtime.text.token_text import token_bytes
 
 @dataclass(frozen=True)
 class Piece:
-    """New part of an answer. `logprobs` are of the tokens whose text begins in it, `starts` where they do.
-
-    `starts` counts characters of the answer. Of tokens that a stop word cut off nothing is told.
+    """New part of an answer. `logprobs` belong to the tokens whose text begins in this part, and `starts` has the
+    positions where it begins, in characters of the answer. Tokens that a stop word cut off are left out.
     """
 
     text: str
@@ -34,11 +35,11 @@ class Piece:
     tokens: list[dict[str, Any]]
     is_last: bool
     said: list[Said]
-    """The text as the parts of a message; all of it is content where the answer is read as text alone."""
+    """The text as the parts of a message; all of it is content if the answer is parsed as text alone."""
     num_thought: int
-    """Tokens of reasoning that are known by now and were not before."""
+    """Number of tokens that were found to be reasoning since the last piece."""
     token_ids: list[int] = field(default_factory=list)
-    """Ids of the new tokens, if they are asked for, of those too whose text does not show."""
+    """Ids of the new tokens, if the request asks for them, including tokens whose text is not shown."""
 
     @property
     def tells_something(self) -> bool:
@@ -48,7 +49,7 @@ class Piece:
         return replace(self, is_last=False)
 
     def only_end(self, *, is_last: bool) -> "Piece":
-        """The piece with its text's end alone, without its tokens."""
+        """The piece with only the end of its text, without its tokens."""
         return replace(self, logprobs=[], tokens=[], token_ids=[], is_last=is_last and self.is_last)
 
 
@@ -58,32 +59,32 @@ def _error_body(error: HTTPError) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Format of a stream's chunks: the first ones, one per piece, and the last ones."""
+    """Format of a stream's chunks: the first chunks, a chunk for each piece, and the last chunks."""
 
     first: Callable[[int], Iterable[dict[str, Any]]]
     of_piece: Callable[[int, Piece], Iterable[dict[str, Any]]]
     last: Callable[[], Iterable[dict[str, Any]]]
     error: Callable[[HTTPError], Iterable[dict[str, Any]]] = _error_body
     has_names: bool = False
-    """True if events have their `type` as a name, and none marks the end."""
+    """True if events have their `type` as a name, and the stream has no end mark."""
 
 
 @dataclass
 class PieceStream:
-    """The pieces of one answer, one for each time it is looked at."""
+    """The pieces of an answer: a piece each time that `next` is called."""
 
     answer: RequestHandle
     tokenizer: Tokenizer
     marks_tokens: bool = False
     parser: Parser | None = None
-    """Reads it; None: it is text."""
+    """Parser of the answer; None for text alone."""
     special: SpecialTokens | None = None
     """Special tokens that the parser reads."""
     gives_ids: bool = False
     """True if pieces have `token_ids`."""
     _text: TextStream = field(init=False)
     _matcher: Matcher | None = None
-    """State of the output alone; the loop's own is another thread's."""
+    """A second matcher of the output's grammar: the loop's own belongs to another thread."""
     _num_read: int = 0
     _num_told: int = 0
     _is_over: bool = False
@@ -91,7 +92,7 @@ class PieceStream:
     """Characters that the parser has read."""
     _num_fed_tokens: int = 0
     _num_pending: int = 0
-    """Tokens that the parser has read, and told nothing of yet."""
+    """Number of tokens that the parser has read since its last report."""
     _num_thought: int = 0
 
     def __post_init__(self) -> None:
@@ -102,7 +103,9 @@ class PieceStream:
         self._text = TextStream.of_request(self.tokenizer, request, shown)
 
     def next(self) -> Piece | None:
-        """The part of the answer that came since the last call; None if nothing came, or the answer was over before."""
+        """The part of the answer that came since the last call; None if nothing came, or the answer had
+        ended before.
+        """
         progress = self.answer.progress
         if self._is_over or (progress.num_tokens == self._num_read and not progress.is_over):
             return None
@@ -110,7 +113,7 @@ class PieceStream:
         tokens = self.answer.output_tokens
         start, self._num_read = self._num_read, len(tokens)
         marked = self._marked(tokens, start, progress.num_steps) if self.marks_tokens else []
-        # With marks all of it has been read, and nothing is left.
+        # With marks the parser has read the whole text, and nothing is left.
         text = "".join(one["text"] for one in marked) + self._text.next_piece(tokens, finished=self._is_over)
         if self.special is not None:
             marked = [one | {"text": self.special.named(one["text"])} for one in marked]
@@ -140,7 +143,9 @@ class PieceStream:
             yield text[first - end :][: self._num_fed - first]
 
     def _counted(self, said: list[Said]) -> list[Said]:
-        """Assign tokens to what the parser reports: all tokens read since its last report have that kind."""
+        """Assign tokens to the parser's reports: all tokens read since its last report have the kind of the new
+        report.
+        """
         if any(one.kind == "reasoning" for one in said):
             self._num_thought += self._num_pending
         if said:
@@ -148,8 +153,8 @@ class PieceStream:
         return said
 
     def _marked(self, tokens: list[int], start: int, num_steps: int) -> list[dict[str, Any]]:
-        """A text and a kind for each new token, and whether the form of the output forced it; text that was held back
-        comes with the token that let it go.
+        """Text and kind of each new token, and whether the grammar forced it. Text that was held back comes with the
+        token that released it.
         """
         forced = set() if self._matcher is None else forced_places(self._matcher, (), tokens, start)
         stats = self.answer.sequence.stats
@@ -168,14 +173,14 @@ _FINISH_REASONS: dict[FinishReason, str] = {"end_id": "stop", "stop": "stop", "l
 
 
 def receipt_key(served: ServedModel, answer: RequestHandle, name: str | None = None) -> dict[str, Any]:
-    """The key `receipt` of a finished answer whose request asks for one; else nothing."""
+    """The key `receipt` for a finished answer whose request asks for a receipt; otherwise no key."""
     if not answer.request.wants_receipt or answer.progress.finish_reason is None:
         return {}
     return {"receipt": receipt_of(answer.sequence, served.fingerprint, name=name).as_json()}
 
 
 def is_cut_call(answer: RequestHandle, arguments: str) -> bool:
-    """True if a call's arguments are not whole: there was no room, or a stop word was among them."""
+    """True if a call's arguments are incomplete: there was no more room, or they contained a stop word."""
     if answer.progress.finish_reason == "end_id":
         return False
     try:
@@ -191,9 +196,8 @@ def finish_reason(answer: RequestHandle) -> str | None:
 
 
 def usage(answers: Seq[RequestHandle], num_prompts: int, *, counts_output: bool = True) -> dict[str, Any]:
-    """Tokens of all answers to a request; each prompt once, however many answers it has.
-
-    OpenAI's tokens of a prediction are those that were drafted from it.
+    """Token counts over all answers to a request. Each prompt counts once, however many answers it has. OpenAI's counts
+    of prediction tokens are those drafted from the prediction.
     """
     n = len(answers) // num_prompts
     num_prompt = sum(len(answer.request.prompt_tokens) for answer in answers[::n])
@@ -214,7 +218,7 @@ def usage(answers: Seq[RequestHandle], num_prompts: int, *, counts_output: bool 
 
 
 def metrics(answers: Seq[RequestHandle], max_draft_len: int) -> dict[str, Any]:
-    """Speculation metrics over all answers to a request, which are finished: vLLM's keys, and others."""
+    """Speculation metrics over all answers to a request, which have ended: vLLM's keys, and further keys."""
     stats = sum_stats(answer.sequence.stats for answer in answers)
     accepted = stats.accepted_per_position
     return {
@@ -231,7 +235,7 @@ def metrics(answers: Seq[RequestHandle], max_draft_len: int) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """The text of single tokens, as they are in the middle of a text."""
+    """The text of single tokens, as they appear in the middle of a text."""
 
     def __init__(self, served: ServedModel) -> None:
         tokenizer = served.tokenizer
@@ -244,13 +248,15 @@ class TokenTexts:
         self._tokenizer, self._shown, self._bytes_of = tokenizer, shown, token_bytes(tokenizer)
 
     def text_of(self, token: int) -> str:
-        """Text of a token; for a special token, which is not shown in texts, its name."""
+        """Text of a token; for a special token, which texts do not show, its name."""
         return self._shown(token) or str(self._tokenizer.convert_ids_to_tokens(token) or "")
 
     def completion_logprobs(
         self, logprobs: Seq[TokenLogprobs | None], tokens: Seq[int], offsets: Seq[int]
     ) -> dict[str, Any]:
-        """OpenAI's form for completions; None for a prompt's first token, of which nothing is known."""
+        """Log-probabilities in OpenAI's form for completions; None for a prompt's first token, which
+        nothing predicts.
+        """
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one, offset in zip(tokens, logprobs, offsets, strict=True):
             found["tokens"].append(self._name(token))
@@ -260,14 +266,16 @@ class TokenTexts:
         return found
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
-        """The best tokens first, then the chosen token. Of two tokens with the same text, the likelier one is shown."""
+        """Log-probabilities of the most probable tokens, then the chosen token's, by text. Of two tokens with the same
+        text, the more probable is shown.
+        """
         top: dict[str, float] = {}
         for token, logprob in (*logprobs.top, (logprobs.token, logprobs.logprob)):
             top.setdefault(self._name(token), _finite(logprob))
         return top
 
     def _name(self, token: int) -> str:
-        """Its text; of one that is a part of a character its bytes, `bytes:\\xe1`, as OpenAI has them."""
+        r"""A token's text. For a token with a part of a character, its bytes in OpenAI's form: `bytes:\xe1`."""
         text = self.text_of(token)
         own = self._bytes_of(token) if "\ufffd" in text and self._bytes_of is not None else None
         if not own or own == text.encode():
@@ -275,7 +283,7 @@ class TokenTexts:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
     def chat_logprobs(self, logprobs: Iterable[TokenLogprobs]) -> dict[str, Any]:
-        """OpenAI's form for chat."""
+        """Log-probabilities in OpenAI's form for chat."""
         content = [
             self._entry(one.token, one.logprob)
             | {"top_logprobs": [self._entry(token, logprob) for token, logprob in one.top]}
@@ -288,7 +296,7 @@ class TokenTexts:
         return {"token": text, "logprob": _finite(logprob), "bytes": self._bytes(token, text)}
 
     def _bytes(self, token: int, text: str) -> list[int] | None:
-        """The token's own bytes, which may be only a part of a character; for a special token its name's bytes."""
+        """The token's own bytes, which may be a part of a character; for a special token the bytes of its name."""
         if self._bytes_of is None:
             return None if "\ufffd" in text else list(text.encode())
         return list(self._bytes_of(token) or text.encode())

@@ -1,7 +1,7 @@
-"""Request bodies: the fields of OpenAI's completions and chat, vLLM's further ones, and our own.
+"""Request bodies: the fields of OpenAI's completions and chat, further fields of vLLM's, and our own.
 
-Unknown fields are ignored. Those that clients know and this server does not do are refused, unless they have the value
-that asks for nothing (`REFUSED`).
+Unknown fields are ignored. Fields that clients know and this server does not support are refused, unless their value
+asks for nothing (`REFUSED`).
 """
 
 import math
@@ -36,7 +36,7 @@ from runtime.drafters.specs import lookups
 
 MAX_PROMPTS = 4096
 _MOST_DEPTH = 200
-"""Lists and objects within each other that pydantic's parser takes."""
+"""Depth of lists and objects within each other that pydantic's parser accepts."""
 MAX_STOP_WORDS = 32
 MAX_CHOICES = 1024
 MAX_TOOLS = 1024
@@ -44,7 +44,7 @@ MAX_CALLS = 1024
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 LaxTokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=False)]
-"""The same as the key of a JSON object, which is a text; and in a prompt, which may be texts."""
+"""A token id that may be a text: keys of JSON objects are texts, and a prompt may be texts."""
 StopWord = Annotated[str, Field(min_length=1, max_length=256)]
 StopWords = StopWord | Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)]
 
@@ -61,7 +61,9 @@ Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class Lenient(BaseModel):
-    """Unknown fields are ignored; numbers are finite, and a text is neither a number nor true, as for OpenAI."""
+    """Base of bodies: unknown fields are ignored, numbers must be finite, and a text may be neither a number nor true,
+    as with OpenAI.
+    """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
 
@@ -89,7 +91,7 @@ class OwnLength(Lenient):
 
 
 def _config_fields() -> dict[str, Any]:
-    """One field of the body for each lookup; its value is the list that the lookup's flag takes."""
+    """A field of the body for each lookup; its value is the list that the lookup's flag takes."""
     fields: dict[str, Any] = {}
     for spec in lookups():
         form = spec.description.form
@@ -140,7 +142,7 @@ MessagePart = Annotated[
 
 
 class Prediction(Lenient):
-    """Predicted output: what the answer will probably be, drafted as far as it is right."""
+    """Predicted output: the probable answer, which is drafted as long as it is right."""
 
     type: Literal["content"]
     content: str | list[TextPart]
@@ -154,7 +156,7 @@ class NamedSchema(Lenient):
 
 
 class ResponseFormat(Lenient):
-    """OpenAI's. The schema may also be a field of its own, as for llama.cpp."""
+    """OpenAI's `response_format`. The schema may also stand in a field of its own, as in llama.cpp."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -168,7 +170,7 @@ class ResponseFormat(Lenient):
 
     @property
     def form(self) -> dict[str, Any] | None:
-        """The schema; None for a text."""
+        """The JSON schema; None for plain text."""
         named = self.json_schema.the_schema if self.json_schema is not None else None
         schema = self.the_schema if self.type == "json_object" or named is None else named
         if self.type == "text":
@@ -181,7 +183,7 @@ Choices = Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class StructuredOutputs(Lenient):
-    """vLLM's. Its ways to leave something out of JSON are what is done here in any case."""
+    """vLLM's `structured_outputs`. Its options that allow less freedom in JSON hold here in any case."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -220,7 +222,7 @@ class Forms(Lenient):
 
     @property
     def forms(self) -> list[tuple[str, GrammarKind, Any]]:
-        """Forms of the output that are asked for: the field, and the parameter of `SamplingParams` with its value."""
+        """The grammars that are asked for: the body's field, and the parameter of `SamplingParams` with its value."""
         format_of, structured = self.response_format, self.structured_outputs or StructuredOutputs.model_construct()
         any_object = {"type": "object"} if structured.json_object else None
         all_forms: list[tuple[str, GrammarKind, Any]] = [
@@ -241,11 +243,11 @@ class Forms(Lenient):
 Budget = Annotated[int, Field(ge=0, le=2**31 - 1)]
 NO_LIMIT = -1
 BudgetOrNone = Annotated[int, Field(ge=NO_LIMIT, le=2**31 - 1)]
-"""llama.cpp's, where -1 is no limit."""
+"""A budget as llama.cpp has it, where -1 is no limit."""
 
 
 class Budgets(Lenient):
-    """`thinking_token_budget` by other servers' names; a request has one of them, -1 counted too."""
+    """`thinking_token_budget` under other servers' names. A request may use one of the names; -1 counts as given."""
 
     thinking_budget: Budget | None = Field(None, description="`thinking_token_budget` by Qwen's name.")
     thinking_budget_tokens: BudgetOrNone | None = Field(None, description="The same by llama.cpp's; -1 is no limit.")
@@ -254,7 +256,7 @@ class Budgets(Lenient):
 
     @property
     def budgets(self) -> dict[str, int]:
-        """Budgets for thinking that are given, by their place in the body; -1 is no limit."""
+        """The budgets for thinking that are given, by their paths in the body; -1 is no limit."""
         values = {name: getattr(self, name) for name in ("thinking_token_budget", *Budgets.model_fields)}
         return {name: value for name, value in values.items() if value is not None} | self._nested_budgets
 
@@ -274,7 +276,7 @@ class Budgets(Lenient):
 
     @property
     def budget_in_chat(self) -> dict[str, int]:
-        """The same as a field of a chat request: only llama.cpp's names take -1."""
+        """The budget as a field of a chat request, where only llama.cpp's names accept -1."""
         budget = self.budget
         if budget is None:
             return {}
@@ -292,14 +294,14 @@ class Effort(Lenient):
 
 
 class Reasoning(Effort):
-    """OpenRouter's."""
+    """OpenRouter's object `reasoning`."""
 
     enabled: bool | None = Field(None, description="false: as `reasoning_effort` none.")
     exclude: bool | None = Field(None, description="true: as `include_reasoning` false.")
 
 
 class Thinking(Lenient):
-    """Anthropic's."""
+    """Anthropic's object `thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Budget | None = Field(None, description="As `thinking_token_budget`; a model may have no thinking.")
@@ -311,7 +313,9 @@ class Thinking(Lenient):
 
 
 def _bounded(kind: Any, bounds: Range) -> Any:
-    """A number of a body; a whole number's bounds are integers, as JSON schema shows them."""
+    """Type of a number in a body, with its bounds; a whole number's bounds are integers, as a JSON schema
+    shows them.
+    """
     least, most = (None if math.isinf(one) else kind(one) for one in (bounds.least, bounds.most))
     return Annotated[kind, Field(gt=least, le=most) if bounds.is_open else Field(ge=least, le=most)]
 
@@ -335,7 +339,9 @@ def _type_in_body(hint: Any, described: RequestField) -> Any:
 
 
 def _fields_in(protocol: Protocol) -> dict[str, Any]:
-    """The fields of `SamplingParams` and `AnswerParams` that the protocol has, by its names; forms are `Forms`."""
+    """The fields of `SamplingParams` and `AnswerParams` that the protocol has, under the protocol's names; fields of
+    grammars are in `Forms`.
+    """
     fields: dict[str, Any] = {}
     for name, in_body in names_in(protocol).items():
         hint, described = REQUEST_FIELDS[name]
@@ -348,7 +354,7 @@ def _fields_in(protocol: Protocol) -> dict[str, Any]:
 if TYPE_CHECKING:
 
     class Described(Lenient):
-        """A body whose fields are made of `REQUEST_FIELDS`."""
+        """A body whose fields are made from `REQUEST_FIELDS`."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -374,12 +380,12 @@ CacheSalt = Annotated[
 
 
 class Generation(Forms, Budgets, Described):
-    """Fields common to completions and chat that are not described by `REQUEST_FIELDS`."""
+    """Fields that completions and chat share and `REQUEST_FIELDS` does not describe."""
 
     PROTOCOL: ClassVar[Protocol]
 
     _corpus_owners: tuple[str | None, ...] = PrivateAttr((None,))
-    """Owners whose corpora it may name (`commands.serve.corpora`)."""
+    """Owners whose corpora the request may name (`commands.serve.corpora`)."""
 
     model: str | None = Field(None, description="The model's name; 404 for another one.")
     stream: bool | None = None
@@ -399,7 +405,7 @@ class Generation(Forms, Budgets, Described):
 
     @property
     def given_params(self) -> dict[str, Any]:
-        """Fields of `SamplingParams` that are given, by its names. A budget of None lifts the server's own limit."""
+        """The request's fields by the names of `SamplingParams`. A budget of None removes the server's own limit."""
         names = {name: in_body for name, in_body in names_in(self.PROTOCOL).items() if name in FIELDS}
         values = {name: getattr(self, in_body) for name, in_body in names.items() if FIELDS[name][1].shapes != "form"}
         given = {name: value for name, value in values.items() if value is not None}
@@ -409,7 +415,9 @@ class Generation(Forms, Budgets, Described):
 
     @property
     def field_names(self) -> dict[str, str]:
-        """Fields of this body by those of `SamplingParams`, for errors; the grammar of calls is made of `tools`."""
+        """This body's names of the fields of `SamplingParams`, for errors. The grammar of calls has the
+        name `tools`.
+        """
         names: dict[str, str] = {**names_in(self.PROTOCOL), "lark": "tools"}
         names |= dict.fromkeys(["thinking_token_budget"], next(iter(self.budgets), "thinking_token_budget"))
         return names | {kind: name for name, kind, _ in self.forms}
@@ -417,11 +425,11 @@ class Generation(Forms, Budgets, Described):
     @property
     @abstractmethod
     def tells_of_tokens(self) -> bool:
-        """True if an answer says something of each token, and so may be long."""
+        """True if an answer has facts about each token, and so may be long."""
 
 
 def _of_one_kind(prompt: Any) -> Any:
-    """The list, unless it mixes texts and token ids: pydantic would report that mixture once for each form."""
+    """The list, unless it mixes texts and token ids: pydantic would report a mixture once for each form."""
     if isinstance(prompt, list) and prompt:
         others = (i for i, one in enumerate(prompt) if type(one) is not type(prompt[0]))
         kinds = (str, int, list)
@@ -523,17 +531,17 @@ class Allowance(Lenient):
 
 
 class AllowedTools(Lenient):
-    """A choice of some of the tools, as if the request had no others."""
+    """A choice of some of the tools: the request is answered as if it had no others."""
 
     type: Literal["allowed_tools"]
     allowed_tools: Allowance
 
 
 class Conversation(Lenient):
-    """Fields of what is said and what may be called."""
+    """Fields of a conversation: messages and tools."""
 
     _places: list[str] | None = PrivateAttr(None)
-    """Place of each message in the client's body, if it is of another protocol."""
+    """Path of each message in the client's body, if the body is of another protocol."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -550,7 +558,7 @@ class Conversation(Lenient):
     )
 
     def place_of(self, number: int) -> str:
-        """Place of a message in the client's body, or, after the last one, the field of all of them."""
+        """Path of a message in the client's body; for a number after the last, the field that has all messages."""
         if self._places is None:
             return f"messages.{number}"
         return self._places[number] if number < len(self._places) else self.said_in
@@ -568,7 +576,9 @@ class Conversation(Lenient):
 
     @property
     def shown_tools(self) -> list[FunctionTool]:
-        """Tools that are written into the prompt: all, whichever may be called, so that the K/V cache has its start."""
+        """Tools that are written into the prompt: all tools, whichever may be called, so that the beginning of the
+        prompt is in the K/V cache.
+        """
         return self.tools or []
 
     @property
@@ -584,7 +594,7 @@ class ChatRequest(Conversation, Generation, ChatFields):
     PROTOCOL = "chat"
 
     _takes_what_fits: bool = PrivateAttr(False)
-    """True if there may be less room than `max_tokens`."""
+    """True if `max_tokens` may be more than there is room for."""
 
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -595,7 +605,9 @@ class ChatRequest(Conversation, Generation, ChatFields):
 
     @model_validator(mode="after")
     def _in_own_fields(self) -> "ChatRequest":
-        """Put what `reasoning` and `thinking` say beside a budget into the fields for it, unless those are given."""
+        """Copy the settings of `reasoning` and `thinking` beside the budget into the fields for them, unless those
+        fields are given.
+        """
         if self.reasoning is not None:
             effort = "none" if self.reasoning.enabled is False else self.reasoning.effort
             self.reasoning_effort = effort if self.reasoning_effort is None else self.reasoning_effort
@@ -621,7 +633,7 @@ class ChatRequest(Conversation, Generation, ChatFields):
 
 
 def _in_objects(*objects: Effort | Thinking | None) -> dict[str, int]:
-    """Budgets for thinking in these objects of a body."""
+    """Budgets for thinking inside these objects of a body."""
     return {name: value for one in objects if one is not None for name, value in one.budgets.items()}
 
 
@@ -663,7 +675,7 @@ class InputReasoning(Lenient):
 
 
 def _item_type(item: Any) -> Any:
-    """Type of an item, which is a message where it is left out."""
+    """Type of an item; an item without a type is a message."""
     return (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", "message")
 
 
@@ -675,7 +687,7 @@ InputItem = Annotated[
     Discriminator(
         _item_type,
         custom_error_type="item_type",
-        custom_error_message="items of its type are not supported, but message, function_call, function_call_output "
+        custom_error_message="items of this type are not supported, only message, function_call, function_call_output "
         "and reasoning",
     ),
 ]
@@ -688,7 +700,7 @@ class OutputFormat(Lenient):
 
     @property
     def document(self) -> dict[str, Any]:
-        """The same as a chat's `response_format`."""
+        """The format as a chat's `response_format`."""
         return self.model_dump(by_alias=True, exclude={"name"})
 
 
@@ -776,7 +788,7 @@ class OutputConfig(Lenient):
 
 
 class CountRequest(Lenient):
-    """Anthropic's: what a message would be answered to."""
+    """Anthropic's request to count the tokens of a message's prompt."""
 
     CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
         "response_format": "output_config.format",
@@ -857,7 +869,7 @@ def _asks_nothing(*neutral: Any) -> Callable[[Any], bool]:
 
 
 def _unless(values: dict[tuple[str, ...], tuple[Any, ...]]) -> dict[str, Callable[[Any], bool]]:
-    """Tests by field: True for a value that asks for nothing, which is null or one of these."""
+    """A test for a field: True for a value that asks for nothing, which is null or one of `values`."""
     return {name: _asks_nothing(*neutral) for names, neutral in values.items() for name in names}
 
 
@@ -905,8 +917,9 @@ REFUSED = _unless({
     ("t_max_predict_ms",): (-1, 0),
     ("reasoning_format",): ("none",),
 })
-"""Fields of OpenAI's, vLLM's, SGLang's, TGI's, transformers', llama.cpp's and others' requests; `drafter` is our own,
-which is code."""
+"""Fields of OpenAI's, vLLM's, SGLang's, TGI's, transformers', llama.cpp's and other servers' requests that are refused,
+with a test for values that ask for nothing. Our own `drafter` is among them, since it names code.
+"""
 _REFUSED_IN_CHAT = _unless({
     ("echo", "add_special_tokens"): (False,),  # a template has special tokens of its own
 })
@@ -927,7 +940,7 @@ _REFUSED_IN_MESSAGES = _unless({
 
 @cache
 def _refused_params(protocol: Protocol | None) -> dict[str, Callable[[Any], bool]]:
-    """Names of request fields that the protocol lacks; for no protocol, the fields that change a prompt."""
+    """Names of request fields that the protocol lacks; with None, of fields that change a prompt."""
     return {
         name: _asks_nothing(*described.neutral)
         for name, (_, described) in REQUEST_FIELDS.items()
@@ -936,7 +949,9 @@ def _refused_params(protocol: Protocol | None) -> dict[str, Callable[[Any], bool
 
 
 def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
-    """The first field that asks for something this server does not do; fields of the body's own class are supported."""
+    """The first field that asks for something that this server does not support. Fields of the body's own class are
+    supported.
+    """
     of_model = {
         ChatRequest: _REFUSED_IN_CHAT,
         ResponsesRequest: _REFUSED_IN_RESPONSES,

@@ -27,13 +27,12 @@ from runtime.util.files import stamp_of
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCKS = "blocks"
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Numbers that codes of IQ4_NL and IQ4_XS stand for: `kvalues_iq4nl`."""
+"""Numbers that the codes of IQ4_NL and IQ4_XS stand for (`kvalues_iq4nl` in llama.cpp)."""
 
 
 def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """The quantized weights, and the plain tensors, under the model's own names.
-
-    Quantized embeddings are returned with the quantized weights; what no linear layer uses is written dequantized.
+    """The quantized weights, and the plain tensors, under the model's own names. Quantized embeddings are among the
+    quantized weights. A quantized tensor that belongs to no linear layer is dequantized.
     """
     layers, floats, experts = {}, [], dict[str, dict[str, tuple[BlockType, SourceTensor]]]()
     for tensor in read_gguf(path).tensors.values():
@@ -78,7 +77,7 @@ class ExpertBlocks:
         return len(set(self.kinds)) == 1 and self.kinds[0].name not in _FLOATS
 
     def read(self, parts: dict[str, Tensor]) -> QuantizedWeight:
-        """The weights of all experts, stacked by outputs."""
+        """The weights of all experts, [experts x outputs, inputs], from the tensors of gates and up-projections."""
         weights = [read_blocks(self.kinds[0], {_BLOCKS: part.flatten(0, 1)}) for part in parts.values()]
         by_expert = 0, (next(iter(parts.values())).shape[0], -1)
         rows = {
@@ -134,7 +133,7 @@ def _experts(name: str, parts: list[tuple[BlockType, SourceTensor]], path: Path,
 
 
 def _source(tensor: GGUFTensor) -> SourceTensor:
-    """Describe a tensor as stored in the file: numbers, or the bytes of blocks."""
+    """Describe a tensor as it is stored in the file: as numbers, or as the bytes of blocks."""
     shape, dtype = tensor.shape, _FLOATS.get(tensor.type.name)
     if dtype is None:
         shape = (*shape[:-1], shape[-1] // tensor.type.num_numbers * tensor.type.num_bytes)
@@ -150,8 +149,8 @@ def read_blocks(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:
 
 @lru_cache(maxsize=64)
 def _form(kind: BlockType, shape: tuple[int, int]) -> QuantizedWeight:
-    """The weight without its values, cached: a file has hundreds of weights of a few forms, and each takes a
-    millisecond.
+    """A weight's form without its values. It is cached: a file has hundreds of weights of a few forms, and each form
+    takes a millisecond.
     """
     return _read(kind, torch.empty(shape, dtype=torch.uint8, device="meta"))
 
@@ -189,8 +188,8 @@ def _q4_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _of_5_bits(blocks: Tensor, start: int) -> Tensor:
-    """Codes 0 to 31, [rows, blocks, 32]: four bytes from `start` hold the highest bits, the bytes after them the
-    others.
+    """Codes 0 to 31, [rows, blocks, 32]: four bytes from `start` hold the highest bits, the bytes after them the other
+    bits.
     """
     high = blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
     return _nibbles(blocks[..., start + 4 :]) | high.flatten(-2) << 4

@@ -16,13 +16,13 @@ ENDS = frozenset({
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
 })  # fmt: skip
-"""Texts of tokens that end an answer in every vocabulary, except as `end_ids_of` says."""
+"""Texts of tokens that end an answer in every vocabulary, with the exceptions in `end_ids_of`."""
 _CODE_ENDS = {  # key of the metadata -> texts, where the file does not have the key
     "fim_pad_token_id": frozenset({"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"}),
     "fim_rep_token_id": frozenset({"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"}),
     "fim_sep_token_id": frozenset({"<|file_sep|>"}),
 }
-"""Tokens after which a completion of code has nothing more: padding, another repository, another file."""
+"""Tokens after which a completion of code is over: padding, another repository, another file."""
 _CODE_MARKS = frozenset({
     "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>",
     "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
@@ -30,13 +30,12 @@ _CODE_MARKS = frozenset({
     "▁<MID>", "<|code_middle|>", "<|middle|>",
 })  # fmt: skip
 MARKS = ENDS.union(_CODE_MARKS, *_CODE_ENDS.values())
-"""Texts of tokens that are found in a text before it is split, whatever type the file gives them."""
+"""Texts of tokens that are looked for in a text before it is split, whatever type the file gives them."""
 
 
 def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
-    """The ids that end an answer: those that the file names, and those known by their text.
-
-    Raises SpecDecError if a named id is not a number.
+    """The ids that end an answer: the ids that the file names, and tokens known by their texts. SpecDecError if a named
+    id is not a number.
     """
     tokens, types = metadata.get(f"{TOKENIZER}tokens", []), metadata.get(f"{TOKENIZER}token_type", [])
     named = {i for name in ("eos", "eot", "eom") if (i := token_id(metadata, f"{name}_token_id")) is not None}

@@ -69,7 +69,7 @@ def _of_gpt_oss(model: Metadata) -> dict[str, Any]:
 
 
 def _of_mistral_3(model: Metadata) -> dict[str, Any]:
-    """Queries get a temperature that changes after every original context length; yarn's parameters say that length
+    """Queries get a temperature that changes after every original context length; yarn's parameters contain that length
     too.
     """
     rope = rope_of(model)
@@ -95,7 +95,7 @@ def _of_glm_4(model: Metadata) -> dict[str, Any]:
 
 
 def _of_granite(model: Metadata) -> dict[str, Any]:
-    """Multipliers; a missing one, or 0, means the default."""
+    """The config has multipliers; a missing multiplier, or 0, means the default."""
     return {
         "attention_multiplier": model.get("attention.scale", 0) or model.head_dim**-0.5,
         "embedding_multiplier": model.get("embedding_scale", 0) or 1.0,
@@ -203,8 +203,8 @@ def _head_dim_of_windows(model: Metadata) -> int:
 
 
 def _rope_of_gemma_4(model: Metadata) -> dict[str, Any]:
-    """Full layers rotate only the first numbers of each half of a head: the file has a factor of 1 for these, and
-    `_STILL` for the rest.
+    """Rotary positions in full layers turn only the first numbers of each half of a head: the file has a factor of 1
+    for these numbers, and `_STILL` for the rest.
     """
     if model.find("rope.scaling.type") not in (None, "none"):
         model.refuse("rope.scaling.type")
@@ -268,15 +268,15 @@ _OF_GEMMA_BLOCK = _OF_BLOCK | {
 
 @dataclass(frozen=True)
 class GGUFFamily:
-    """A family of models as llama.cpp stores it, `model_type` for Hugging Face."""
+    """A family of models as llama.cpp stores it; `model_type` is Hugging Face's name."""
 
     model_type: str
     settings: Callable[[Metadata], dict[str, Any]] = lambda model: {}
-    """Settings of the config that others do not have."""
+    """Settings of the config that only this family has."""
     used: frozenset[str] = frozenset()
     """Further keys that `settings` reads."""
     of_block: Mapping[str, str] = field(default_factory=lambda: _OF_BLOCK)
-    """Names of a block's tensors, and of the modules that they are of."""
+    """Names of a block's tensors in the file, and of the modules that they belong to."""
     is_interleaved: bool = False
     """True if the rows of queries and keys are stored in another order."""
     shift: float = 0.0
@@ -289,20 +289,22 @@ class GGUFFamily:
     layers_differ: bool = False
     """True if `settings` reads numbers of each layer."""
     alternates: bool = False
-    """True if of an expert's outputs in the model gates and others alternate, and its weights have inputs first."""
+    """True if gates and up-projections alternate among an expert's outputs in the model, and the experts' weights are
+    [inputs, outputs].
+    """
 
 
 SINKS = "self_attn.sinks"
 LAYER_SCALE = "layer_scalar"
 ROUTER_SCALES = {"ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale"}
-"""Scales of Gemma 4's mixtures, by names in a block."""
+"""Scales of Gemma 4's mixtures of experts, by their names in a block."""
 SHARED_EXPERT_GATE = "mlp.shared_expert_gate"
 """A matrix of one row, which llama.cpp may keep as a vector."""
 EXPERTS = {
     "ffn_gate_up_exps": "gate_up_proj", "ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj",
     "ffn_down_exps": "down_proj",
 }  # fmt: skip
-"""Tensors of all experts of a layer, and the parameters that they are of, in this order."""
+"""Tensors of all experts of a layer, and the parameters that they belong to, in this order."""
 _WITH_ROUTER = {"ffn_gate_inp": "mlp.gate"}
 _OF_PHI_3_BLOCK = _OF_BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _OF_GLM_4_BLOCK = _OF_BLOCK | {
@@ -372,7 +374,7 @@ FAMILIES = {
     "hunyuan-dense": GGUFFamily("hunyuan_v1_dense", of_block=_OF_HUNYUAN_BLOCK),
 }
 _MIXTRAL = GGUFFamily("mixtral", _of_mixtral, _OF_MIXTURE, _OF_BLOCK | _WITH_ROUTER, is_interleaved=True)
-"""Stored as a `llama` with experts."""
+"""Mixtral, which is stored as a `llama` with experts."""
 
 
 def family_in(header: GGUFHeader) -> GGUFFamily:

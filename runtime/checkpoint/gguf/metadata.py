@@ -24,7 +24,9 @@ class Metadata:
     """True if positions may turn a part of each head."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A number; SpecDecError if the key is missing and has no default, or its value is not a number."""
+        """The number under a key; SpecDecError if the key is missing and has no default, or its value is
+        not a number.
+        """
         name = f"{self.header.architecture}.{key}"
         value = self.header.metadata.get(name, default)
         if value is None:
@@ -56,23 +58,23 @@ class Metadata:
         return size
 
     def size_of_heads(self, keys: tuple[str, ...]) -> int:
-        """Size of a head: the value of a single key, or of two keys the first value divided by the second."""
+        """Size of a head: the value of the single key in `keys`, or the first key's value divided by the second's."""
         size, *number = (int(self.get(key)) for key in keys)
         return size // max(number[0], 1) if number else size
 
     @property
     def of_head_dim(self) -> tuple[str, ...]:
-        """The keys that determine `head_dim`."""
+        """The keys that `head_dim` depends on."""
         own = "attention.key_length"
         return ("embedding_length", "attention.head_count") if self.find(own) is None else (own,)
 
     def said(self, *keys: str) -> str:
-        """The keys with their values, for an error."""
+        """The keys with their values, as text for an error."""
         values = {f"{self.header.architecture}.{key}": self.find(key) for key in dict.fromkeys(keys)}
         return ", ".join(f"`{name}` {'none' if value is None else value}" for name, value in values.items())
 
     def refuse(self, key: str, *beside: str) -> None:
-        """SpecDecError for this key's value; `beside` names keys whose values make it wrong."""
+        """SpecDecError for the value of `key`; `beside` names keys whose values contradict it."""
         also = f" beside {self.said(*beside)}" if beside else ""
         raise SpecDecError(
             f"this value of a GGUF file is not supported, {self.said(key)}{also}: {self.path}",

@@ -18,15 +18,15 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import Stamp, check_regular, stamp_of
 
 ORIGINAL = "give the model that the GGUF file was made from: its config.json and safetensors files"
-"""A hint."""
+"""Hint to use the model from which the GGUF file was made."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_PADDING_BYTES = 1 << 20
-"""Bytes behind the last tensor: some tools fill up a file to whole blocks of a disk."""
+"""Limit on the bytes behind the last tensor: some tools fill up a file to whole blocks of a disk."""
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 TOKENIZER, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-"""Name of one of a model's files."""
+"""Name of a file of a model that consists of several files."""
 _MAX_ENTRIES = 2**20  # of metadata and of tensors each
 _MAX_ITEMS = 2**24  # of an array: a vocabulary has fewer
 
@@ -83,7 +83,7 @@ class GGUFHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """True if a file's name or beginning is a GGUF file's: in a hub's cache, files have other names."""
+    """True for a GGUF file, by its name or its first bytes: in a hub's cache, files have other names."""
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
@@ -104,7 +104,7 @@ def templates_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def templates_as_one(templates: dict[str, Any]) -> Any:
-    """Chat templates in the form that transformers takes: a text, several texts by name, or None."""
+    """Chat templates in the form that transformers takes: a single text, texts by name, or None."""
     return templates if len(templates) > 1 else next(iter(templates.values()), None)
 
 
@@ -113,8 +113,8 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFHeader:
-    """The header. SpecDecError for a file that is not GGUF, is cut, or has types that are not supported, and for one of
-    several files if others are missing.
+    """The header. SpecDecError for a file that is not GGUF, is cut off, or has types that are not supported.
+    SpecDecError also if the file is a part of a model and other parts are missing.
     """
     files = gguf_files(path)
     headers = [_read(file, stamp_of(file.stat())) for file in files]
@@ -172,7 +172,7 @@ def without_later_parts(paths: list[Path]) -> list[Path]:
 
 
 def check_part(path: Path) -> None:
-    """SpecDecError if this one file of a model is damaged, whatever the other files are."""
+    """SpecDecError if this file, a part of a model, is damaged; the other parts are not read."""
     _read(path, stamp_of(path.stat()))
 
 

@@ -15,7 +15,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 LONGROPE = {LONG, SHORT}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The same in all models that have factors (Llama 3.1 and later)."""
+"""Rotary parameters that all models with factors share (Llama 3.1 and later)."""
 
 
 def rope_of(model: Metadata, *, has_yarn: bool = True) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def numbers_of(factors: GGUFTensor, path: Path) -> list[float]:
 
 
 def _llama3_rope(factors: GGUFTensor, theta: float, model: Metadata) -> dict[str, Any]:
-    """Parameters that give the file's factors: Llama 3.1 and later have one factor for each pair of numbers in the
-    file, and not the parameters behind them.
+    """Parameters that give the file's factors. A file of Llama 3.1 or later has a factor for each pair of numbers, and
+    not the parameters from which they were computed.
     """
     found, path = numbers_of(factors, model.path), model.path
     num_pairs = model.get("rope.dimension_count", model.head_dim) // 2

@@ -57,7 +57,7 @@ class PreTokenizer:
     """Expressions that split texts before merges, one after another, and llama.cpp's further settings."""
 
     expressions: tuple[str, ...]
-    """Matches become pieces of their own, and so does what lies between them."""
+    """Expressions whose matches become pieces of a text; the texts between matches become pieces too."""
     ignores_merges: bool = False
     """True if a piece that is itself a token is used as such, without applying merges."""
     adds_bos: bool = False
@@ -164,7 +164,7 @@ def _read(path: Path) -> "_Said":
 
 
 def _is_phi_3(metadata: Mapping[str, Any]) -> bool:
-    """True for a Phi-3 file: its special tokens include the white space behind them, which no key of the file says.
+    """True for a Phi-3 file. Its special tokens include the white space behind them, and no key of the file says so.
 
     llama.cpp looks for `phi-3` and `phi3` in the name, and misses the `Phi 3 Mini` that its converter writes. A file
     with the architecture `phi3` and SentencePiece's tokens is Phi-3 too; Phi-4 has this architecture with byte-level
@@ -179,7 +179,7 @@ _OTHER = "name the tokenizer of the model that the GGUF file was made from, or g
 
 
 class _Said:
-    """Metadata of the tokenizer in a file, each value checked on access."""
+    """Metadata of the tokenizer in a file. Each value is checked when it is read."""
 
     def __init__(self, said: Mapping[str, Any], path: Path, *, is_phi_3: bool) -> None:
         self._said, self.path, self._is_phi_3 = said, path, is_phi_3
@@ -210,7 +210,9 @@ class _Said:
         return value
 
     def token_id(self, name: str) -> int | None:
-        """The id under this key; None without one, and, as in llama.cpp, for an id outside the vocabulary."""
+        """The id under this key; None if the key is missing, and, as in llama.cpp, if the id is outside the
+        vocabulary.
+        """
         default = _DEFAULT_IDS[str(self.model)].get(name)
         for i in (self._said.get(f"{name}_token_id"), default):
             if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < len(self.tokens):
@@ -218,7 +220,7 @@ class _Said:
         return None
 
     def added_tokens(self) -> Iterator[AddedToken]:
-        """Tokens that are matched in a text before it is split, the longest first."""
+        """Tokens that are looked for in a text before it is split, the longest first."""
         types = self.values("token_type", int)
         for i, token in enumerate(self.tokens):
             kind = types[i] if i < len(types) else 1
@@ -245,7 +247,7 @@ def _make(said: _Said) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _added_around(said: _Said, adds_bos: bool) -> processors.TemplateProcessing | None:
-    """Add special tokens before and after a text; None if there are none."""
+    """Postprocessor that adds special tokens before and after a text; None if there are none to add."""
     pieces = {"bos": said.flag("add_bos_token", adds_bos), "$A": True, "eos": said.flag("add_eos_token", False)}
     template, special = [name for name, is_there in pieces.items() if is_there], []
     for name in template:
@@ -283,7 +285,7 @@ def _merges(said: _Said) -> list[tuple[str, str]]:
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """The two tokens of a merge; the first may begin with a space."""
+    """The two tokens of a merge, such as `th` and `e` for "th e"; the first may begin with a space."""
     first, _, second = merge[1:].partition(" ")
     return merge[:1] + first, second
 

@@ -1,9 +1,8 @@
 """Weights in nf4 and fp4 of bitsandbytes, dequantized when they are read: their 16 code values have fractions, which
 the kernels' code books do not support.
 
-    number[i] = quant_map[code[i]] x absmax[i // blocksize]    in float32, then in the dtype that the file names
-
-where absmax is float32, or has 8 bits with its own map, scales and offset (double quantization).
+number[i] = quant_map[code[i]] x absmax[i // blocksize] in float32, then in the dtype that the file names. absmax is
+float32, or has 8 bits with its own map, scales and offset (double quantization).
 """
 
 import json

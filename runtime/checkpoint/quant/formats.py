@@ -38,7 +38,7 @@ _SIGNS = {
     "_proj_blocks": MXFP4, ".qweight": "AWQ or GPTQ", ".weight_packed": "compressed-tensors",
     ".weight.absmax": "bitsandbytes", ".SCB": "bitsandbytes", "._weight_qdata": "torchao", ".weight_scale_2": "NVFP4",
 }  # fmt: skip
-"""Ends of names that tell by what weights were quantized."""
+"""Suffixes of tensors' names, each with the quantization method that it shows."""
 _OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
 _DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
@@ -47,14 +47,14 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """Quantization format of a model. `parts` are the suffixes of a layer's tensors."""
+    """Quantization format of a model. `parts` are the suffixes of a quantized layer's tensors."""
 
     name: str
     parts: tuple[str, ...]
     scheme_of: Callable[[str], "Scheme"]
-    """Scheme for a layer's name, in the model or `by_source_name`."""
+    """Function from a layer's name to its scheme. The name is the model's, or, with `by_source_name`, the file's."""
     unused: tuple[str, ...] = ()
-    """Tensors beside them that say how activations or K/V are quantized, which is not done here."""
+    """Suffixes of further tensors of a layer, for the quantization of activations or K/V. They are ignored."""
     by_source_name: bool = False
 
 
@@ -191,7 +191,7 @@ def find_layers(
 
 
 def _refuse_unsaid(tensors: list[SourceTensor], shapes: Mapping[str, object], model_dir: Path) -> None:
-    """SpecDecError for quantized weights if config.json does not say how they are quantized."""
+    """SpecDecError for quantized weights if config.json does not describe their quantization."""
     for tensor in tensors:
         kind = next((kind for end, kind in _SIGNS.items() if tensor.name.endswith(end)), None)
         if kind is not None and tensor.name not in shapes:
@@ -338,7 +338,7 @@ def _gptq(said: dict[str, Any], where: str) -> Format:
 
 
 def _order_of(name: str, groups: Tensor, group_size: int) -> Tensor:
-    """Order of the inputs that puts the columns of one group side by side, and keeps the order within a group."""
+    """Order of the inputs that puts the columns of each group side by side, and keeps their order within a group."""
     order = groups.argsort(stable=True).int()
     if not groups.is_meta:
         wanted = torch.arange(len(groups)) // group_size
@@ -484,7 +484,7 @@ def _torchao_scheme(
 
 
 def _torchao_integers(settings: dict[str, Any], where: str) -> Scheme:
-    """Integers of 8 bits or fewer, one in a byte."""
+    """Scheme for integers of 8 bits or fewer, each in a byte of its own."""
     target = settings.get("target_dtype")
     bits = int(str(target["_data"]).removeprefix("int")) if isinstance(target, dict) else 8
     bits = 4 if bits <= 4 else 8
@@ -500,7 +500,9 @@ def _torchao_integers(settings: dict[str, Any], where: str) -> Scheme:
 
 
 def _torchao_packed(settings: dict[str, Any], where: str) -> Scheme:
-    """4-bit codes in pairs, the first in the lower half; scales and zero points are [groups, outputs]."""
+    """Scheme for 4-bit codes in pairs, the first in the lower half of a byte; scales and zero points are [groups,
+    outputs].
+    """
 
     def read(name: str, parts: Parts, group_size: int) -> QuantizedWeight:
         integers = (unpack(parts["qdata"], 4).to(torch.int8) ^ 8) - 8
@@ -533,7 +535,7 @@ _TORCHAO: dict[str, Callable[[dict[str, Any], str], Scheme]] = {
 
 
 def _in_4_bits(name: str, weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight with 4-bit values; before, each value has a byte."""
+    """The weight with two 4-bit values in a byte; in the given weight each value has a byte of its own."""
     values = weight.values
     if not values.is_meta and bool(((values > 7) | (values < -8)).any()):
         raise SpecDecError(f"numbers of `{name}` do not fit 4 bits", hint=_DAMAGED)

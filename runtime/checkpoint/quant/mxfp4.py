@@ -1,5 +1,5 @@
-"""Experts in MXFP4 (OCP Microscaling Formats, version 1.0), as in gpt-oss: 4-bit numbers, and a power of 2 for each 32
-numbers of a row. They stay in 4 bits, or are dequantized to bfloat16, which holds them exactly.
+"""Weights of experts in MXFP4 (OCP Microscaling Formats, version 1.0), as in gpt-oss: 4-bit numbers, and a power of 2
+for each 32 numbers of a row. They stay in 4 bits, or are dequantized to bfloat16, which holds them exactly.
 """
 
 from dataclasses import replace
@@ -17,13 +17,13 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_SIZE = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_TWICE = tuple(int(2 * number) for number in _E2M1)
-"""Twice the numbers that codes stand for, which are integers."""
+"""Twice the number that each code stands for: these are integers."""
 _DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
 
 def experts_of_blocks(tensors: list[SourceTensor], model_dir: Path) -> list[SourceTensor]:
-    """The tensors, with one tensor for each pair of blocks and scales. SpecDecError if one of a pair is missing, or
-    they do not fit each other.
+    """The tensors, with one tensor in place of each pair of blocks and scales. SpecDecError if half of a pair is
+    missing, or the two do not fit each other.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     made = []
@@ -79,8 +79,8 @@ def is_in_codes(tensor: SourceTensor) -> bool:
 
 
 def codes_of(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
-    """The weights of all experts, stacked by outputs and still quantized: 4-bit codes, which stand for twice their
-    numbers, and bfloat16 scales of half the power of 2.
+    """The weights of all experts, stacked by outputs and still quantized. Codes stand for twice their 4-bit numbers,
+    and the bfloat16 scales are half the powers of 2.
     """
     powers = powers_of(scales) / 2
     book = torch.tensor(E2M1_TWICE, dtype=torch.int8)
@@ -88,12 +88,12 @@ def codes_of(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
 
 
 def half_powers(exponents: Tensor) -> Tensor:
-    """bfloat16: half the powers of 2 for exponents of 8 bits."""
+    """Halves of the powers of 2, bfloat16, for exponents of 8 bits."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128).to(torch.bfloat16)
 
 
 def powers_of(exponents: Tensor) -> Tensor:
-    """bfloat16: the powers of 2 for exponents of 8 bits (ue8m0); the largest exponent stands for NaN."""
+    """Powers of 2, bfloat16, for exponents of 8 bits (ue8m0); the largest exponent stands for NaN."""
     return (half_powers(exponents) * 2).masked_fill(exponents == 255, torch.nan)
 
 

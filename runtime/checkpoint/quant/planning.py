@@ -1,5 +1,6 @@
-"""Plans what becomes of each tensor of a model in the checkpoint: copied, quantized, or kept in its quantized form.
-Counts the weights that the checkpoint's dtype cannot hold.
+"""Plans how each tensor of a model is written to the checkpoint: copied, quantized, or kept in its quantized form.
+
+Also counts the weights that the checkpoint's dtype cannot hold.
 """
 
 import warnings
@@ -99,7 +100,7 @@ class PrequantizedLayer:
     quant_algo: QuantAlgo
 
     def load(self) -> QuantizedWeight:
-        """Read the layer's weight; SpecDecError if its tensors do not form one."""
+        """The layer's weight; SpecDecError if its tensors do not fit each other."""
         weight = self.read(dict(zip(self.parts, load_tensors(list(self.parts.values())), strict=True)))
         weight.check(next(iter(self.parts.values())).source_name.rpartition(".")[0])
         return weight
@@ -107,25 +108,25 @@ class PrequantizedLayer:
 
 @dataclass(frozen=True)
 class Source:
-    """A model to be converted, and what its config says about its tensors."""
+    """A model to be converted, and the facts about its tensors that its config states."""
 
     config: dict[str, Any]
-    """Without what it says of quantization."""
+    """The model's config, without its quantization."""
     tensors: list[SourceTensor]
-    """Tensors outside quantized layers."""
+    """Tensors that belong to no quantized layer."""
     layers: dict[str, PrequantizedLayer]
     linears: list[str]
-    """The layers that can be quantized."""
+    """Linear layers that can be quantized."""
     transposed: Collection[str]
-    """Linear layers whose weights the model has as (inputs, outputs)."""
+    """Linear layers whose weights are [inputs, outputs] in the model."""
     head: str | None
-    """The one of them that computes logits."""
+    """Linear layer that computes logits."""
     name: str
-    """The model's, as it was given."""
+    """The model's name, as it was given."""
     format: str | None = None
-    """Format of its quantized layers."""
+    """Format of the quantized layers in the model's files."""
     experts: Collection[str] = ()
-    """Names of the quantized layers that are all experts of a layer, which stay as they are."""
+    """Names of quantized layers that hold all experts of a layer; these layers stay as they are."""
 
 
 def plan_pieces(
@@ -157,8 +158,8 @@ def plan_pieces(
 
 
 def quantize_experts(pieces: Seq[Piece], experts: Mapping[str, bool], precision: QuantConfig) -> list[Piece]:
-    """The pieces, with `experts`' weights quantized like linear layers; True: a weight is [experts, inputs,
-    outputs].
+    """The pieces, with `experts`' weights quantized like linear layers. The value of `experts` is True for a weight
+    that is [experts, inputs, outputs].
     """
     return [
         _with_quantized_experts(piece, experts, precision) if experts.keys() & piece.forms else piece
@@ -201,8 +202,8 @@ def _odd(name: str, num_inputs: int) -> SpecDecError:
 
 
 def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
-    """Group sizes of the layers to quantize; SpecDecError if there is no such layer, or groups do not divide a layer's
-    inputs.
+    """Group sizes of the layers to quantize; SpecDecError if there is no such layer, or if groups do not divide a
+    layer's inputs.
     """
     matrices = {tensor.name.removesuffix(".weight"): tensor for tensor in source.tensors if len(tensor.shape) == 2}
     inputs = {name: tensor.shape[0 if name in source.transposed else 1] for name, tensor in matrices.items()}
@@ -231,7 +232,7 @@ def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
 
 
 def _tied(source: Source) -> SourceTensor:
-    """The embeddings, if they also compute the logits because the output layer has no weight of its own."""
+    """The embeddings, if the output layer has no weight of its own and uses theirs; None otherwise."""
     found = next((tensor for tensor in source.tensors if tensor.name.endswith("embed_tokens.weight")), None)
     if found is None:
         raise SpecDecError(
@@ -250,10 +251,8 @@ def _untied_head(source: Source, precision: QuantConfig, sizes: dict[str, int], 
 
 
 def _tied_head(source: Source) -> dict[str, PrequantizedLayer]:
-    """The output layer for quantized embeddings (GGUF) that are tied to it: in the file's bits, since each token reads
-    all of it.
-
-    The embeddings themselves are written dequantized: a token reads one row.
+    """The output layer for quantized embeddings (GGUF) that are tied to it. It keeps the file's bits, since each token
+    reads all of it. The embeddings themselves are written dequantized: a token reads a single row.
     """
     if source.head is None or source.head in source.layers or _has_own_weight(source, source.head):
         return {}
@@ -301,7 +300,7 @@ def _quantized(
 def _read(
     name: str, layer: PrequantizedLayer, source: Source, dtype: torch.dtype
 ) -> tuple[Piece, QuantizedWeight | None]:
-    """The weight still quantized if one of our linear layers takes it, and dequantized otherwise."""
+    """The weight: still quantized if one of our linear layers takes its format, and dequantized otherwise."""
     keys = tuple(layer.parts)
     without_values = layer.read({key: tensor.without_values() for key, tensor in layer.parts.items()})
     without_values.check(name)
@@ -351,7 +350,7 @@ def _read_as(
 
 
 def _check_activations(precision: QuantConfig, kinds: Collection[str | None]) -> None:
-    """SpecDecError for quantized activations if no layer has weights that are integers."""
+    """SpecDecError for quantized activations if no layer has integer weights."""
     if precision.activations not in (None, "float") and not {"int8", "int4"} & set(kinds):
         raise SpecDecError(
             f"quantized activations need weights that are integers, and this model has none: {precision.activations}",
@@ -360,8 +359,8 @@ def _check_activations(precision: QuantConfig, kinds: Collection[str | None]) ->
 
 
 def _default_activations(layers: Collection[QuantFormat], head: QuantFormat | None = None) -> LayersActivations:
-    """One format for all layers, unless the format for an 8-bit output layer would slow down all 4-bit layers before
-    it.
+    """Formats of activations: the same for all layers, unless an 8-bit output layer's format would slow down the 4-bit
+    layers before it.
     """
     if head == "int8" and "int4" in layers and "int8" not in layers:
         return "mixed"

@@ -1,5 +1,5 @@
-"""Quantizes a weight: each number is rounded to the nearest value of its group's scale, and the scale is chosen to give
-the smallest squared error.
+"""Quantizes a weight: each number is rounded to the nearest multiple of its group's scale, and the scale is chosen so
+that the squared error is least.
 
 No data is needed: a few scales are tried, from the smallest that holds the group's largest number downwards, and the
 best is refined. Clipping rare large numbers makes the steps for all others finer.
@@ -23,9 +23,8 @@ _ROWS_BYTES = 2**21  # of the weight that is quantized at a time: several as lar
 
 
 def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
-    """Group size for a layer: the wanted size, or the largest power of two below it that divides the inputs.
-
-    None: one group of all inputs. SpecDecError if no size of at least 16 divides them.
+    """Group size for a layer: the wanted size, or the largest smaller power of two that divides the inputs. None stands
+    for one group of all inputs. SpecDecError if no size of at least 16 divides the inputs.
     """
     if wanted is None:
         return inputs
@@ -66,7 +65,9 @@ def _by_kernel(weight: Tensor, group_size: int, *, is_int4: bool) -> tuple[Tenso
 
 
 def _form(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
-    """The quantized weight's shapes without values, for `meta`: a search for scales there would cost as many calls."""
+    """The shapes of the quantized weight, on the device `meta`. There a search for scales would take as many calls as
+    with numbers.
+    """
     scales = weight.reshape(len(weight), -1, group_size)[:, :, 0].to(torch.float16)
     if precision.qformat == "fp8":
         return QuantizedWeight(weight.to(torch.float8_e4m3fn), scales.float())
@@ -87,7 +88,7 @@ def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> t
     extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[:, :, 0]
     best, best_error = torch.zeros_like(extremes), torch.full_like(extremes, torch.inf, dtype=torch.float64)
     for clip in _CLIPS[:1] if _is_best_unclipped(extremes, highest, group_size) else _CLIPS:
-        scales = (extremes * (clip / lowest)).half().float()  # rounded first: what is stored is what is measured
+        scales = (extremes * (clip / lowest)).half().float()  # rounded first: the stored scale is measured
         rounded = _nearest(groups, scales, lowest, highest) * scales[:, :, None]
         error = (rounded - groups).square_().sum(-1, dtype=torch.float64)
         best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
@@ -101,8 +102,9 @@ def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> t
 
 
 def _is_best_unclipped(extremes: Tensor, highest: int, group_size: int) -> bool:
-    """True where no clip can win, as in int8 in groups of up to 128: the largest number, cut by 5 %, errs by more than
-    all numbers of the group by half a step each. Float16 has scales above 2^-14 to one part in 2,048.
+    """True if clipping cannot win, as in int8 in groups of up to 128. There, cutting the largest number by 5 % costs
+    more than rounding all numbers of the group by half a step each. (Float16 has scales above 2^-14 to one part in
+    2,048.)
     """
     steps = extremes.abs() / highest
     is_exact = bool(((steps >= 2**-14) | (steps == 0)).all())
@@ -114,7 +116,7 @@ def _errs_less_than_a_clip(highest: int, group_size: int) -> bool:
 
 
 def _fitted(groups: Tensor, integers: Tensor) -> Tensor:
-    """Least-squares scale for these integers; rounding with it may give other integers."""
+    """Least-squares scale for these integers. Rounding with it may give other integers."""
     product = (groups * integers).sum(-1, dtype=torch.float64)
     return (product / integers.square().sum(-1, dtype=torch.float64).clamp(min=1)).float().half().float()
 

@@ -1,4 +1,4 @@
-"""A linear layer's low-bit weight: its form in a checkpoint, from any quantizer, and the numbers it stands for.
+"""A linear layer's low-bit weight: its form in a checkpoint, whatever tool quantized it, and the numbers it stands for.
 
     weight[n, k] = scales[n, g] x (values[n, j] - zeros[n, g])                    zeros are 0 where there are none, or
     weight[n, k] = scales[n, g] x (values[n, j] + 2^(bits - 1)) + offsets[n, g]   where there are offsets, or
@@ -19,15 +19,17 @@ from runtime.checkpoint.config import Activations, QuantFormat
 from runtime.util.errors import SpecDecError
 
 ACTIVATIONS: dict[QuantFormat, Activations] = {"int8": "int16", "int4": "int8", "fp8": "float"}
-"""Defaults: integers are faster; quantizing to 8 bits changes little beside weights of 4 bits, much beside 8."""
+"""Default activations for each format of weights. Integers are the fastest. Beside 4-bit weights, 8-bit activations add
+little error; beside 8-bit weights they add much.
+"""
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PREFIX = "weight_"
 _VALUES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 _LOST = "the model is damaged, or its config.json is another model's; download it again"
 Present = Callable[..., AbstractContextManager[object]]
-"""Context in which the numbers of tensors are in memory."""
+"""Context manager in which the given tensors hold their numbers in memory."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions in a word of eight neighbouring numbers in AWQ."""
+"""Positions of eight neighbouring numbers in a 32-bit word, in AWQ's order."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,23 @@ class QuantizedWeight:
     """Integers of 8 or 4 bits, or e4m3, with scales for groups of inputs."""
 
     values: Tensor
-    """(outputs, inputs) int8 or e4m3; (outputs, inputs / 2) uint8: two of 4 bits plus 8, the first is lower."""
+    """Values, int8 or e4m3 [outputs, inputs], or uint8 [outputs, inputs / 2]: two values of 4 bits plus 8 in a byte,
+    the first in the lower half.
+    """
     scales: Tensor
-    """(outputs, groups) float32, float16 or bfloat16, never 0 but for groups that are; may be negative."""
+    """Scales [outputs, groups] in float32, float16 or bfloat16. They may be negative, and are 0 only for groups of
+    zeros.
+    """
     zeros: Tensor | None = None
-    """(outputs, groups) int16."""
+    """Zero points, int16 [outputs, groups]."""
     offsets: Tensor | None = None
-    """(outputs, groups) float32; then there are no zeros."""
+    """Offsets, float32 [outputs, groups]. A weight with offsets has no zeros."""
     order: Tensor | None = None
-    """(inputs,) int32: which of the layer's inputs each column is of."""
+    """The layer's input that each column belongs to, int32 [inputs]."""
     book: Tensor | None = None
-    """(16,) int8: the numbers that values of 4 bits stand for; then there are no zeros and no offsets."""
+    """Code book, int8 [16]: the numbers that 4-bit values stand for. A weight with a code book has neither zeros nor
+    offsets.
+    """
 
     @property
     def kind(self) -> QuantFormat:
@@ -53,7 +61,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(outputs, inputs)."""
+        """Shape of the weight, (outputs, inputs)."""
         outputs, columns = self.values.shape
         return outputs, columns * 2 if self.kind == "int4" else columns
 
@@ -97,7 +105,7 @@ class QuantizedWeight:
         return 8 if self.kind == "int4" else 128
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by the suffix of their name in a file."""
+        """The weight's tensors by the suffixes of their names in a file."""
         named = {f"{_PREFIX}{field.name}": getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -107,7 +115,7 @@ class QuantizedWeight:
         return {name: part for name, part in parts.items() if part is not None}
 
     def rows(self, order: Tensor) -> "QuantizedWeight":
-        """The weight with these outputs, in this order."""
+        """The weight with only these outputs, in this order."""
         return replace(self, **{name: part[order] for name, part in self.by_output().items()})
 
     def check(self, name: str) -> None:
@@ -158,7 +166,7 @@ class QuantizedWeight:
 
 
 def pack_int4(integers: Tensor) -> Tensor:
-    """Two values a byte, uint8 [outputs, inputs / 2], from int8 [outputs, inputs] with values from -8 to 7."""
+    """Two values to a byte, uint8 [outputs, inputs / 2], from int8 [outputs, inputs] with values from -8 to 7."""
     counts = (integers + 8).to(torch.uint8)
     return counts[:, ::2] | counts[:, 1::2] << 4
 
@@ -166,7 +174,7 @@ def pack_int4(integers: Tensor) -> Tensor:
 def from_integers(
     integers: Tensor, scales: Tensor, *, bits: int, zeros: Tensor | None = None, order: Tensor | None = None
 ) -> QuantizedWeight:
-    """Build a weight from (outputs, inputs) int8 that fit into `bits`, 4 or 8."""
+    """Build a weight from int8 integers [outputs, inputs] that fit into `bits`, 4 or 8."""
     values = pack_int4(integers) if bits == 4 else integers.contiguous()
     return QuantizedWeight(values, scales.contiguous(), zeros=zeros, order=order)
 
@@ -174,9 +182,8 @@ def from_integers(
 def take_quantized(
     tensors: dict[str, Tensor], present: Present = lambda *_: nullcontext()
 ) -> dict[str, QuantizedWeight]:
-    """Take the quantized weights out of a checkpoint's tensors, by the names of their layers.
-
-    Each layer's tensors are read within the context `present`.
+    """Quantized weights by their layers' names, taken out of a checkpoint's tensors. Each layer's tensors are read
+    within the context `present`.
     """
     parts: dict[str, dict[str, Tensor]] = {}
     suffixes = {f".{_PREFIX}{field.name}": field.name for field in fields(QuantizedWeight)}
@@ -201,7 +208,9 @@ def _from_parts(name: str, parts: Mapping[str, Tensor], present: Present) -> Qua
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """uint8 [rows, numbers] from int32 [rows, words], in which numbers of 4 or 8 bits are packed, the first lowest."""
+    """Numbers uint8 [rows, numbers] from words int32 [rows, words], which hold numbers of 4 or 8 bits each, the first
+    in the lowest bits.
+    """
     numbers: Tensor = words.contiguous().view(torch.uint8)
     if bits == 8:
         return numbers
@@ -217,7 +226,7 @@ def unpack_awq(words: Tensor) -> Tensor:
 
 
 def signed(numbers: Tensor, bits: int) -> Tensor:
-    """Counts from 0 as int8, less half of their range."""
+    """Signed numbers, int8: codes from 0 on, less half of their range."""
     centred: Tensor = numbers.to(torch.int16) - 2 ** (bits - 1)
     return centred.to(torch.int8)
 

@@ -1,7 +1,6 @@
-"""Gemma 4's assistants as heads: a few layers without keys and values of their own, which read the target's.
-
-The input for a token is its embedding in the target, and a state of the token before: the target's last hidden state,
-or within a draft the assistant's own output. All tokens of a draft stand at one position, the position of the
+"""Gemma 4's assistants as heads: a few layers without keys and values of their own, which read the target's keys and
+values. The input for a token is its embedding in the target, and a state of the token before: the target's last hidden
+state, or within a draft the assistant's own output. All tokens of a draft stand at one position, the position of the
 sequence's last token, and attend to the keys and values that the target has computed, in the last layer of each kind
 that stores them (transformers' `gemma4_assistant`, and `SinglePositionMultiTokenCandidateGenerator`).
 """
@@ -40,7 +39,7 @@ class AssistantHead(PagedHead):
     draft_ids: Tensor | None
     token_ordering: Tensor
     embedding_scale: float
-    """Rounded to the dtype, as the target's is."""
+    """Factor of the embeddings, rounded to the dtype as the target's is."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -120,8 +119,8 @@ class AssistantHead(PagedHead):
         return torch.cat([self.post_projection(hidden), hidden], -1)
 
     def pages(self, batch: Batch, pool: KVPool) -> PagedInputs:
-        """The target's pages of the layers that are read. All tokens before the last are seen; the last has no keys
-        yet. Attention writes its new keys into slots that nothing reads.
+        """The target's pages of the layers that are read. The query sees all tokens before the last; the last has no
+        keys yet. Attention writes its own new keys into slots that nothing reads.
         """
         keys, values = ([part[i] for i in self.places] for part in (pool.keys, pool.values))
         scales = [pool.scales[i] for i in self.places] if pool.scales else []

@@ -101,11 +101,11 @@ class BlockHead(nn.Module):
         return normed
 
     def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
-        """Logits without the term that depends on the token before (`behind`)."""
+        """Logits without the term that depends on the token before (which `behind` adds)."""
         return among_all(self.lm_head(outputs), self.draft_ids, self.config.vocab_size)
 
     def behind(self, logits: Tensor, outputs: Tensor, last_ids: Tensor) -> Tensor:
-        """Add to these logits the term that depends on the tokens before, [tokens]."""
+        """Add to these logits the term that depends on the tokens before, `last_ids` [tokens]."""
         if not self.block.markov_rank:
             return logits
         before = self.markov_w1(last_ids)
@@ -123,8 +123,8 @@ class BlockHead(nn.Module):
 
 
 def num_slots(block: BlockConfig, num_drafts: int, room: int) -> int:
-    """Number of slots in a block for this many draft tokens; `room` is the sequence's room for the draft and the last
-    token.
+    """Number of slots in a block for `num_drafts` draft tokens; `room` is the sequence's room for the draft and the
+    last token.
     """
     assert block.size is not None
     wanted = block.size if not block.is_cut else num_drafts + (not block.starts_at_anchor)

@@ -29,9 +29,9 @@ OF_TWO_HEADS = "config.json and weights belong to two heads; download the head a
 HeadKind = Literal["eagle3", "mtp", "assistant", "dflash"]
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _SHARE_PARTS = ("mtp_num_hidden_layers", "mtp_layers_block_type")
-"""Keys of configs whose heads have one projection and one norm, however many layers."""
+"""Keys of configs whose heads have a single projection and a single norm, whatever their number of layers."""
 _BLOCKS = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark", "DSparkDraftModel": "dspark"}
-"""Classes of heads that draft blocks, where a config names no `speculators_model_type`."""
+"""Classes of heads that draft blocks, for configs that name no `speculators_model_type`."""
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
 _OTHERS = {
     "dflash2": "DFlash 2",
@@ -47,15 +47,15 @@ class BlockConfig:
     """Config of a head that drafts several tokens in one pass: the sequence's last token, then mask tokens."""
 
     size: int | None
-    """Slots that it was trained for, the last token's included; None of P-EAGLE, which has no number."""
+    """Slots that the head was trained for, the last token's included; None for P-EAGLE, whose config has no number."""
     mask_token_id: int
     starts_at_anchor: bool
     """True if the last token's slot drafts the next token, and False if the first mask does."""
     markov: Literal["none", "vanilla", "gated"] = "none"
-    """Kind of what the token before adds to a slot's logits (DSpark)."""
+    """Kind of the term that the token before adds to a slot's logits (DSpark)."""
     markov_rank: int = 0
     confidence: Literal["none", "hidden", "markov"] = "none"
-    """Source of the chance that a slot's token is accepted, if the head predicts it (DSpark)."""
+    """Inputs of the prediction that a slot's token is accepted, if the head makes it (DSpark)."""
 
     @property
     def is_cut(self) -> bool:
@@ -65,34 +65,36 @@ class BlockConfig:
         return self.markov == "none"
 
     def num_drafts(self, num_slots: int) -> int:
-        """Draft tokens of a block of `num_slots` slots: as many, or one fewer if its first slot is a known token."""
+        """Draft tokens of a block of `num_slots` slots: the same number, or one fewer if its first slot is a known
+        token.
+        """
         return num_slots - (not self.starts_at_anchor)
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Config of a head. Hidden states are numbered as by transformers and in `BuildConfig.hidden_states`."""
+    """Config of a head. Hidden states have the numbers of transformers and of `BuildConfig.hidden_states`."""
 
     directory: Path
     kind: HeadKind
     layers: dict[str, Any]
-    """transformers' config of its layers."""
+    """transformers' config of the head's layers."""
     hidden_size: int
     target_hidden_size: int
     num_layers: int
     vocab_size: int
-    """The target's."""
+    """Size of the target's vocabulary."""
     draft_vocab_size: int
     hidden_states: tuple[int, ...] | None
-    """None: by the number of the target's layers."""
+    """Numbers of the hidden states that it reads; None if they depend on the number of the target's layers."""
     flags: frozenset[str] = frozenset()
-    """Flags that are on, of `_FLAGS`; of an assistant `centroids`, by which it chooses ids."""
+    """Flags of `_FLAGS` that are on. An assistant may have `centroids`, by which it chooses ids."""
     logit_scale: float = 1.0
     max_draft_len: int | None = None
-    """Tokens that its config proposes to draft."""
+    """Number of tokens that its config proposes to draft."""
     block: BlockConfig | None = None
     num_target_layers: int | None = None
-    """Layers of its target, where its config says it."""
+    """Number of the target's layers, if the head's config states it."""
 
     @property
     def weight_files(self) -> list[Path]:
@@ -157,12 +159,12 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class DraftOutputSettings:
-    """Requested output layer of a trained head and of a self-draft copy; None: the model's own."""
+    """Requested output layer for a trained head and a self-draft copy; None for the model's own."""
 
     vocab: str | None = None
-    """Ids that are drafted: `auto`, or a file of ids, traces or a corpus."""
+    """Ids that may be drafted: `auto`, or a file of ids, traces or a corpus."""
     vocab_size: int | None = None
-    """Number of them."""
+    """Number of ids that may be drafted."""
     qformat: IntFormat | None = None
     layers: IntFormat | None = None
     """Quantization of the head's other linear layers."""
@@ -172,11 +174,11 @@ class DraftOutputSettings:
         return self.output(()).is_quantized
 
     def output(self, ids: Seq[int]) -> DraftOutput:
-        """The same, of the ids that were chosen; none: all."""
+        """The settings as a `DraftOutput` with these chosen ids; empty `ids` stands for all."""
         return DraftOutput(self.qformat, len(ids) or None, self.layers)
 
     def check(self, heads: "Seq[HeadConfig]", *, has_copy: bool) -> None:
-        """UsageError where no drafter uses such an output layer; SpecDecError for a file that cannot be read."""
+        """UsageError if no drafter uses such an output layer; SpecDecError for a file that cannot be read."""
         for name, value in (("draft_vocab", self.vocab), ("draft_output_layer", self.qformat)):
             if value is not None and not heads and not has_copy:
                 raise UsageError(
@@ -204,16 +206,16 @@ class DraftOutputSettings:
             raise UsageError(
                 "the assistant already computes few of its ids, and cannot have another output layer: "
                 f"{self.vocab or self.qformat}",
-                hint="leave it out",
+                hint="leave the output layer as it is",
             )
         if self.vocab is None:
             return
         own = next((head for head in heads if not head.drafts_all_ids), None)
         if own is not None and not has_copy:
             raise UsageError(
-                f"the head has a vocabulary of its own, of {own.draft_vocab_size:,} ids, and cannot have another: "
+                f"the head has its own draft vocabulary, of {own.draft_vocab_size:,} ids, and takes no other: "
                 f"{self.vocab}",
-                hint="leave it out",
+                hint="leave the draft vocabulary out",
             )
         if self.vocab != "auto":
             check_regular(Path(self.vocab))
@@ -566,15 +568,15 @@ def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> Head
 
 
 def is_assistant(directory: Path | str) -> bool:
-    """True for the directory of a Gemma 4's assistant."""
+    """True for the directory of a Gemma 4 assistant."""
     return (
         is_head(directory) and read_json(resolve_head(str(directory)) / "config.json").get("model_type") in ASSISTANTS
     )
 
 
 def _num_mtp_layers(config: dict[str, Any]) -> int:
-    """Number of MTP layers behind the model's own layers, by the keys of DeepSeek and GLM, or of Qwen; 0
-    without any.
+    """Number of MTP layers behind the model's own layers, by the keys of DeepSeek and GLM, or of Qwen; 0 if there are
+    none.
     """
     for record in (config, config.get("text_config")):
         for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
@@ -600,7 +602,7 @@ def _eagle3_states(config: dict[str, Any], own: dict[str, Any], where: str) -> t
     """Hidden states that an EAGLE-3 head reads. `speculators` numbers the inputs of layers, as transformers'
     `hidden_states`; SpecForge and NVIDIA number the outputs.
 
-    SafeAILab's configs say nothing: these heads read the inputs of layers 2, L // 2 and L - 3.
+    SafeAILab's configs do not state them: these heads read the inputs of layers 2, L // 2 and L - 3.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     for record, after in ((config, 0), (own, 1)):
@@ -643,7 +645,7 @@ def _proposed_len(config: dict[str, Any]) -> int | None:
 
 
 def states_of_heads(heads: Seq[HeadConfig], pretrained_config: dict[str, Any]) -> tuple[int, ...]:
-    """The hidden states that a target's step must give for these heads, which must agree."""
+    """The hidden states that a target's step must return for these heads. SpecDecError if heads read different ones."""
     wanted = {head.hidden_states_of(num_layers_of(pretrained_config)) for head in heads}
     if len(wanted) > 1:
         raise SpecDecError(f"heads read different hidden states of one target: {sorted(wanted)}", hint="give one head")

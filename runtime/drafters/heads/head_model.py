@@ -1,8 +1,8 @@
 """Trained drafters (heads) as modules: transformers' own layers, over the pages of a `HeadCache`.
 
-For each token a head reads a pair: the token's embedding, and a state of the token before, which is the target's hidden
-states or within a draft the head's own output. Its output predicts the next token (`logits`), and is the state for the
-next pair of the draft.
+For each token a head reads a pair: the token's embedding, and a state of the token before. That state is the target's
+hidden states or, within a draft, the head's own output. The output predicts the next token (`logits`), and is the state
+for the next pair of the draft.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -53,7 +53,7 @@ class PackedQuantized(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for the CPU's kernel. `known` are weights of the target's step: an equal weight is shared."""
+    """A linear layer for the CPU's kernel. `known` has weights of the target's step: an equal weight is shared."""
 
     packed: Tensor
 
@@ -71,15 +71,15 @@ class PackedLinear(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """An RMSNorm by torch's fused operation: a family's own class calls seven operations, which cost more than the
-    sums.
+    """An RMSNorm by torch's fused operation. A family's own class calls seven operations, and these calls cost more
+    than the arithmetic.
     """
 
     scale: Tensor
 
     def __init__(self, scale: Tensor, eps: float, weight: Tensor) -> None:
         super().__init__()
-        self.eps, self.weight = eps, weight  # of which layers ask the dtype
+        self.eps, self.weight = eps, weight  # layers ask for the weight's dtype
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +99,9 @@ def _fused_norm(norm: nn.Module) -> FusedNorm | None:
 
 
 def use_kernels(head: nn.Module, arithmetic: int, known: dict[str, Tensor]) -> None:
-    """Have the CPU's kernels, which must be loaded, compute the head's attention and linear layers; fuse its norms."""
+    """Have the CPU's kernels, which must be loaded, compute the head's attention and linear layers; also fuse its
+    norms.
+    """
     for module in list(head.modules()):
         for name, child in list(module.named_children()):
             if (norm := _fused_norm(child)) is not None:
@@ -118,29 +120,30 @@ class Head(Protocol):
     """A head in memory."""
 
     uses_kernels: bool
-    """True if the CPU's kernels compute it: `hide_first` is for those."""
+    """True if the CPU's kernels compute the head: `hide_first` is for such heads."""
 
     reads_target: bool
-    """True if it has no keys and values, and reads the target's, at the position of a sequence's last token."""
+    """True if it has no keys and values of its own, and reads the target's, at the position of a sequence's last token.
+    """
 
     config: HeadConfig
     attention: str
-    """Name of its attention where kernels compute it."""
+    """Name of the attention that kernels compute for it."""
 
     first_token: int
-    """The first token of a sequence that it has keys and values of."""
+    """The first token of a sequence for which it has keys and values."""
 
     keeps_outputs: bool
-    """True if its outputs for a sequence's own tokens are read again."""
+    """True if its outputs for a sequence's own tokens are read later."""
 
     drafts_at_once: bool
-    """True if one pass drafts all tokens."""
+    """True if a single pass drafts all tokens."""
 
     longest_draft: int | None
-    """Tokens that it can draft in a row; None: as many as are asked for."""
+    """Most tokens that it can draft in a row; None if there is no limit."""
 
     draft_ids: Tensor | None
-    """(n,) the target's ids of the output layer's rows; None: all of them, in order."""
+    """The target's ids of the output layer's rows [rows]; None for all ids, in order."""
 
     @property
     def state_size(self) -> int: ...
@@ -149,8 +152,8 @@ class Head(Protocol):
     def kv_layers(self) -> tuple[LayerShape, ...]: ...
 
     def reduce(self, states: Tensor) -> Tensor:
-        """The part of a token's hidden states that is kept: the first numbers of a state. The head's own output lies
-        behind them.
+        """The part of a token's hidden states that is kept: the first numbers of a state. The head's own output follows
+        them in a state.
         """
         ...
 
@@ -264,13 +267,15 @@ class EagleHead(PagedHead):
 
 
 def output_tensor(config: HeadConfig) -> SourceTensor:
-    """The weight [rows, hidden] of the head's output layer, as in its files; for an MTP head the model's."""
+    """The weight [rows, hidden] of the head's output layer, as in its files; for an MTP head, of the model's output
+    layer.
+    """
     entries = read_tensors(config.directory)
     named = {_own_name(one.name): one for one in entries}
     if config.kind == "mtp":
         named = shared_with_target(entries, embeddings_of(config))
     tied = ("model.embed_tokens.weight", "model.embeddings.weight", "embed_tokens.weight")
-    is_there = any(name.startswith("lm_head.") for name in named)  # as one that is quantized may be
+    is_there = any(name.startswith("lm_head.") for name in named)  # also if it is quantized, under other suffixes
     found = next((named[name] for name in (("lm_head.weight",) if is_there else tied) if name in named), None)
     if found is None or not found.is_float or config.reads_target_output:
         raise SpecDecError(
@@ -328,9 +333,7 @@ def load_head(
     config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, target_output: Tensor | None = None
 ) -> Head:
     """Load the head on the CPU. `target_embedding` and `target_output`, both [vocab, hidden], are for heads without
-    their own.
-
-    SpecDecError where weights are missing, or do not have the shapes that its config says.
+    their own. SpecDecError if weights are missing, or do not have the shapes that its config states.
     """
     with torch.no_grad():
         load: Any = {"mtp": load_mtp, "assistant": load_assistant}.get(config.kind)
@@ -446,7 +449,7 @@ def _layers_of(config: HeadConfig) -> Any:
 
 
 def _rotary_of(model: Any) -> nn.Module:
-    """The model's rotary embedding with values, which a model on `meta` does not have."""
+    """The model's rotary embedding with its values, which a model on `meta` lacks."""
     rotary: nn.Module = type(model.rotary_emb)(model.config)
     return rotary
 

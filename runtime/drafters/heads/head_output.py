@@ -23,7 +23,9 @@ from runtime.util.cache import digest, file_digest
 from runtime.util.errors import SpecDecError
 
 _LEAST_GROUP = 16
-"""Inputs in a group at least; a layer that has no such groups is quantized by whole outputs."""
+"""Least number of inputs in a group. A layer whose inputs cannot be divided into such groups has one group for each
+output.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,14 @@ def write_target_output(weight: Tensor, engine_dir: Path) -> None:
 
 
 def read_target_output(engine_dir: Path) -> Tensor | None:
-    """Read what `write_target_output` wrote; None where it wrote nothing."""
+    """The target's output layer, as `write_target_output` wrote it; None if it wrote none."""
     path = engine_dir / TARGET_OUTPUT
     return read_weights(path)["weight"] if path.is_file() else None
 
 
 def read_quantized(config: HeadConfig, wanted: DraftOutput, engine_dir: Path) -> QuantizedLayers:
-    """The `wanted` layers that `write_quantized` wrote; SpecDecError if they are damaged or were made from another
-    head.
+    """The `wanted` layers from the files of `write_quantized`; SpecDecError if the files are damaged or were made from
+    another head.
     """
     path = engine_dir / HEAD_OUTPUT
     try:

@@ -1,4 +1,4 @@
-"""Families of models that have heads published for them: MTP layers in the model's files, or assistants beside them.
+"""Families of models for which heads are published: MTP layers in the model's files, or assistants beside them.
 
 Torch-free, since a head is recognised before torch is imported.
 """
@@ -12,14 +12,15 @@ class MtpFamily:
 
     model_type: str
     is_unsaid: bool = False
-    """True if config.json does not say that there is a head: its weights alone do. Its first layer drafts; of further
-    layers, which MiMo Flash has, it is disputed what they read."""
+    """True if config.json does not state that there is a head, and its weights alone show it. Its first layer drafts.
+    MiMo Flash has further layers, but sources disagree on what they read, so they are not used.
+    """
     lists_its_blocks: bool = False
-    """True if the config lists the blocks of which the head is made (`mtp_layers_block_type`)."""
+    """True if the config lists the blocks that the head consists of (`mtp_layers_block_type`)."""
     is_windowed: bool = False
-    """True if the head's layer sees a window, and has a dense network where the target has experts."""
+    """True if the head's layer has a window, and a dense network in place of the target's experts."""
     embeddings: str = "model.embed_tokens.weight"
-    """Name of the target's embeddings."""
+    """Name of the target's embeddings in its files."""
 
 
 _MTP_FAMILIES = {
@@ -31,15 +32,16 @@ _MTP_FAMILIES = {
     )
 }
 ASSISTANTS = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
-"""Model types of assistants, and the widths of their targets where a config does not say it."""
+"""Model types of assistants, and the widths of their targets, for configs that do not state them."""
 TARGETS_OF_ASSISTANTS = "gemma4"
-"""Beginning of the model types that have assistants."""
+"""Beginning of the model types for which there are assistants."""
 EAGLE_LAYERS, BLOCK_LAYERS = "llama", "qwen3"
-"""Model types of a head's layers where its config does not say it: of EAGLE-3, and of heads that draft blocks."""
+"""Model types of a head's layers, for configs that do not state them: of EAGLE-3 heads, and of heads that draft blocks.
+"""
 
 
 def mtp_family(model_type: object) -> MtpFamily:
-    """The entry for a target's model type; an entry with the defaults where the table has none."""
+    """The entry for a target's model type; an entry with the defaults if the table has none."""
     return _MTP_FAMILIES.get(str(model_type)) or MtpFamily(str(model_type))
 
 
@@ -56,6 +58,6 @@ _MIMOS = {f"{STATE_FIRST}N.token_layernorm.": "enorm.", f"{STATE_FIRST}N.hidden_
 _MIMOS |= {f"{STATE_FIRST}N.input_proj.": "eh_proj.", f"{STATE_FIRST}N.final_layernorm.": "model.norm."}
 _MIMOS |= {f"{STATE_FIRST}N.": "model.layers.0."}
 NAMES_IN_FILES = (_QWENS, _ERNIES, _MIMO_FLASHES, _MIMOS)
-"""Beginnings of names in files, and what stands for them in a model of the layer alone; the longest come first."""
+"""Beginnings of names in files, and their replacements in a model of the layer alone; the longest come first."""
 WITHOUT_NORM = "model.mtp_block."
-"""Beginning of the names of a head that has no norm behind its layer: Ernie's."""
+"""Beginning of the names of a head without a norm behind its layer (Ernie's)."""

@@ -54,7 +54,8 @@ from runtime.util.files import read_json
 
 
 class MtpHead(PagedHead):
-    """A head with one layer of the target's own kind, whose input is one projection of embedding and last hidden state.
+    """A head with one layer of the target's own kind, whose input is a projection of the embedding together with the
+    last hidden state.
 
     `model` is a model with that one layer, the target's embeddings and output layer, and the head's own norm; `parts`
     are the weights before the layer. As in transformers' `MtpLayer` and vLLM, it reads the target's hidden states after
@@ -65,7 +66,7 @@ class MtpHead(PagedHead):
     attention, first_token, keeps_outputs, drafts_at_once, longest_draft = HEAD, 1, False, False, None
     draft_ids: Tensor | None
     depth = 0
-    """Its number among several."""
+    """Number of the layer in the head, from 0."""
 
     def __init__(
         self,
@@ -123,10 +124,11 @@ class MtpHead(PagedHead):
 
 
 class ChainedMtp(nn.Module):
-    """Several MTP layers in a row: the first drafts the first token of a draft, the second the second, and so on.
+    """Several MTP layers in a row: the first layer drafts the first token of a draft, the second layer the second
+    token, and so on.
 
     Layer k reads the pair of token j and the output of layer k - 1 for token j - 1, where layer 1 reads the target's
-    hidden state. So its first pair is the pair of token k + 1. As transformers' `MtpModel`.
+    hidden state. So its first pair is the pair of token k + 1. It works as transformers' `MtpModel`.
 
     The state of a token is its hidden state, followed by the outputs of all layers but the last. Draft tokens have no
     hidden state; there the last layer's output takes its place.
@@ -170,7 +172,7 @@ class ChainedMtp(nn.Module):
         outputs = [*before[1:], before[0]]
         for depth, head in enumerate(self.heads):
             if depth < num_drafted:
-                continue  # it has drafted, and what it would make of these tokens is not read again
+                continue  # it has drafted, and its outputs for these tokens are not read again
             if depth > num_drafted and Q > 1:
                 below = outputs[depth - 1].view(B, Q, -1)[:, :-1]
                 before[depth] = torch.cat([before[depth].view(B, Q, -1)[:, :1], below], 1).flatten(0, 1)
@@ -196,14 +198,14 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 _MAKE_EAGLE = "leave the head out, and an EAGLE-3 head is made"
 _NOT_LEARNED = ("e_score_correction_bias", "expert_bias")
 _COPIES = ("embed_tokens.", "shared_head.head.")
-"""Copies beside the layer of what the target has."""
+"""Names of weights beside the layer that are copies of the target's."""
 _OF_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _NUM_COMPARED, _LEAST_LIKENESS = 16, 0.8
 
 
 @dataclass(frozen=True)
 class _OwnLayer:
-    """One MTP layer as the files have it, with weights named as in a model of that layer alone."""
+    """One MTP layer in the model's files, with weights named as in a model of that layer alone."""
 
     config: HeadConfig
     depth: int
@@ -220,8 +222,8 @@ class _OwnLayer:
         return any(one.name.startswith(STATE_FIRST) for one in self.entries.values())
 
     def name_in_file(self, name: str) -> str | None:
-        """The checkpoint's name for a weight; for a quantized weight, the name it would have unquantized; None without
-        one.
+        """The checkpoint's name for a weight; for a quantized weight, the name that it would have unquantized; None if
+        the checkpoint lacks the weight.
         """
         if name in self.entries:
             return self.entries[name].name
@@ -248,7 +250,9 @@ class _OwnLayer:
         return f"model.layers.{num_layers_of(self.config.layers) + self.depth}.{own}"
 
     def check_experts(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """SpecDecError if an expert's tensor is missing; `shapes` are those of a model whose experts are one weight."""
+        """SpecDecError if an expert's tensor is missing; `shapes` are the shapes in a model that keeps all experts in
+        one weight.
+        """
         parts: dict[tuple[str, str], SourceTensor] = {}
         for name, entry in self.entries.items():
             if (found := _OF_EXPERT.fullmatch(name)) is not None:
@@ -281,7 +285,7 @@ class _OwnLayer:
 
 
 def _own_layers(config: HeadConfig) -> list[_OwnLayer]:
-    """The head's layers; SpecDecError if the files have fewer layers than the config says."""
+    """The head's layers; SpecDecError if the files have fewer layers than the config states."""
     entries, layers = read_tensors(config.directory), []
     for depth in range(config.num_layers):
         number = num_layers_of(config.layers) + depth
@@ -298,7 +302,7 @@ def _own_layers(config: HeadConfig) -> list[_OwnLayer]:
 
 DtypeOf = Callable[[str], torch.dtype]
 Read = Callable[[dict[str, SourceTensor], HeadConfig, DtypeOf, Mapping[str, tuple[int, ...]]], dict[str, Tensor]]
-"""`_numbers`, or what takes its place."""
+"""Type of `_numbers`, and of functions that replace it."""
 
 
 def load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead | ChainedMtp:
@@ -370,15 +374,15 @@ def check_mtp_is_trained(config: HeadConfig) -> None:
 
 
 def check_mtp_is_of(config: HeadConfig, model: Path) -> None:
-    """SpecDecError unless the files around the head have the embeddings and the output layer of this `model`. Compares
-    a few rows, with a tolerance: rows of a model trained further, or quantized, are nearly the same.
+    """SpecDecError unless the head's files have the embeddings and the output layer of this `model`. Compares a few
+    rows, with a tolerance: rows of a model trained further, or quantized, are nearly the same.
     """
     if model.resolve() != config.directory.resolve():
         _check_likeness(config, _tables_of(model, embeddings_of(config)), str(model))
 
 
 Tables = dict[tuple[str, tuple[int, ...]], Tensor]
-"""Some rows of embeddings and output layer, by name and whole shape."""
+"""Some rows of embeddings and output layer, by the tensor's name and its whole shape."""
 
 
 def _check_likeness(config: HeadConfig, targets: Tables, target: str) -> None:
@@ -393,8 +397,8 @@ def _check_likeness(config: HeadConfig, targets: Tables, target: str) -> None:
 
 
 def _tables_of(model: Path, embeddings: str) -> Tables:
-    """A few rows of the model's embeddings and output layer, by name and whole shape, where the files have them as
-    numbers; for a GGUF file with a quantized output layer, of its embeddings alone.
+    """A few rows of the model's embeddings and output layer, by the tensor's name and its whole shape, if the files
+    have them as plain numbers; for a GGUF file with a quantized output layer, rows of its embeddings alone.
     """
     if model.is_file():
         _, numbers = read_numbers(model, torch.bfloat16, lambda name: name == embeddings)
@@ -422,8 +426,8 @@ def _rows_alone(entry: SourceTensor) -> Tensor:
 
 
 def tensors_of_mtp(head: MtpHead | ChainedMtp, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The learned weights under the checkpoint's names, split as the checkpoint has them, such as one tensor for each
-    expert. SpecDecError where a weight cannot be split so.
+    """The learned weights under the checkpoint's names, split as in the checkpoint, such as into a tensor for each
+    expert. SpecDecError if a weight cannot be split in this way.
     """
     found = dict[str, Tensor]()
     for layer, one in zip(_own_layers(head.config), layers_of_mtp(head), strict=True):
@@ -469,9 +473,7 @@ def embeddings_of(config: HeadConfig) -> str:
 def _numbers(
     entries: dict[str, SourceTensor], config: HeadConfig, dtype_of: DtypeOf, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """The numbers that the entries stand for, named as in a model with these `shapes`; SpecDecError for an unknown
-    format.
-    """
+    """The numbers of these tensors, named as in a model with these `shapes`; SpecDecError for an unknown format."""
     layers, tensors = _in_files(entries, config, shapes)
     numbers = {one.name: t.to(dtype_of(one.name)) for one, t in zip(tensors, load_numbers(tensors), strict=True)}
     with _of_head(config):
@@ -483,7 +485,7 @@ def _numbers(
 def _zeros(
     entries: dict[str, SourceTensor], config: HeadConfig, dtype_of: DtypeOf, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Zeros of the same shapes that take no memory; nothing reads them."""
+    """Zeros in the same shapes that take no memory, for callers that read no numbers."""
     layers, tensors = _in_files(entries, config, shapes)
     found = {one.name: one.shape for one in tensors}
     for name, layer in layers.items():
@@ -511,7 +513,7 @@ def _in_files(
 
 @contextmanager
 def _of_head(config: HeadConfig) -> Iterator[None]:
-    """Add to an error about quantized weights that the weights are the head's."""
+    """Context in which an error about quantized weights also says that the weights are the head's."""
     try:
         yield
     except SpecDecError as error:
@@ -519,7 +521,7 @@ def _of_head(config: HeadConfig) -> Iterator[None]:
 
 
 def shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[str, SourceTensor]:
-    """Names of the target's embeddings and output layer (of a quantized one, its parts), and of copies beside the
+    """Names of the target's embeddings and output layer (for a quantized layer, of its parts), and of copies beside the
     head's layer.
     """
     found = dict[str, SourceTensor]()

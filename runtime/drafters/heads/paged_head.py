@@ -22,16 +22,16 @@ from runtime.kernels.ops import describe_kernels
 from runtime.model.attention import PagedInputs, kernel_attention
 
 _NOT_SEEN = -3e4
-"""Score, before it is scaled, of what no query sees."""
+"""Score, before scaling, of a key that no query sees."""
 
 
 @dataclass
 class PagedPairs(PagedInputs):
     """Inputs of a head's attention. A sequence's first token has no pair, so no query may see its key.
 
-    The kernel cannot hide a key. So queries and keys get two more numbers, `_EXTRA`, which give the first token's key,
-    whose other numbers are zero, a score of `_NOT_SEEN`. In layers that begin later, the keys of the `num_hidden` - 1
-    tokens behind it get the same score.
+    The kernel cannot hide a key. So queries and keys get two further numbers (`_EXTRA`). They give the first token's
+    key, whose other numbers are zero, a score of `_NOT_SEEN`. In a layer whose pairs begin later, the keys of the next
+    `num_hidden` - 1 tokens get the same score.
     """
 
     num_hidden: int = 1
@@ -95,7 +95,7 @@ class PagedHead(nn.Module, ABC):
     """A head of layers that attend over pages of K/V."""
 
     program: "HeadProgram | None" = None
-    """Its pass, where it is one program."""
+    """The head's pass, if it is compiled into one program; None otherwise."""
 
     @abstractmethod
     def pages(self, batch: Batch, pool: KVPool) -> PagedInputs:
@@ -120,7 +120,7 @@ def _outputs(head: PagedHead, ids: Tensor, positions: Tensor, states: Tensor, pa
 
 
 class HeadProgram:
-    """A head's pass as one program."""
+    """A head's pass as a token program."""
 
     def __init__(self, head_pass: "_Pass", step: TokenStep) -> None:
         self._pass = head_pass  # whose weights it reads
@@ -130,23 +130,21 @@ class HeadProgram:
             add_program(self._step, step.codes[call.program], dict(call.weights()), places)
 
     def __call__(self, batch: Batch, states: Tensor, paged: PagedInputs) -> Tensor:
-        """(B x Q, state_size) outputs, of states as many."""
-        own = states[:, : self._pass.width].contiguous()  # behind them an assistant has what it drafts from
+        """Outputs [B x Q, state_size], from states of the same shape."""
+        own = states[:, : self._pass.width].contiguous()  # an assistant's output for logits lies behind them
         outputs: Tensor = self._step.run(_tensors(batch, own, paged))[0]
         return outputs
 
 
 def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> None:
-    """Compile the passes of a head that uses kernels over this pool into programs, where programs have its
-    operations.
-    """
+    """Compile the passes of a head that uses kernels over this pool into programs, if programs have its operations."""
     for part in head.modules():
         if isinstance(part, PagedHead):
             part.program = _program_of(part, pool, dtype, arithmetic)
 
 
 def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> HeadProgram | None:
-    """None if it is none: some layers have operations that programs lack."""
+    """The pass as a program; None if a layer has operations that programs lack."""
     from runtime.compiler.capture import example_rows  # with torch's compiler
 
     block_size = pool.keys[0].shape[3]
@@ -185,12 +183,12 @@ def _with_pools(paged: PagedInputs, pools: Iterator[Tensor]) -> PagedInputs:
 
 
 def _few(pool: Tensor) -> Tensor:
-    """The same inputs with pools of few blocks and memory of their own: tracing views of other memory takes long."""
+    """A pool like this one with few blocks, in memory of its own: tracing views of other memory takes long."""
     return torch.empty((_FEW_BLOCKS, *pool.shape[1:]), dtype=pool.dtype)
 
 
 class _Pass(nn.Module):
-    """A head's pass as a function of tensors alone."""
+    """A head's pass as a module whose arguments are tensors only."""
 
     def __init__(self, head: PagedHead, paged: PagedInputs) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Lossless check of speculation: compared token by token, or by distribution.
+"""Lossless check of speculation, token by token or by distribution.
 
-By tokens wherever the target draws its own tokens: greedy, and sampling with one seed. Where two outputs part, the
-target's logits at that place say how near the two tokens are. Rejection sampling follows the target's distribution with
-other draws; there, many next tokens are drawn from the same texts and counted against that distribution.
+Tokens are compared whenever the target draws its own tokens: for greedy requests, and for sampling with a seed. If two
+outputs differ, the target's logits at the first difference show how near the two tokens are. Rejection sampling follows
+the target's distribution with other draws: there, many next tokens are drawn after the same texts, and counted against
+that distribution.
 """
 
 import math
@@ -36,7 +37,9 @@ from runtime.util.errors import SpecDecWarning
 P_VALUE_THRESHOLD = 1e-4
 POWER, REQUIRED_TOTAL_VARIATION = 0.99, 0.15
 MIN_DISTRIBUTIONS = 4
-"""A check that would not have found so large a fault so surely, or looks at fewer places, has too little to tell."""
+"""Least number of distributions, and other limits, below which a check has too little to tell: it would not have found
+so large a fault with so high a probability.
+"""
 NUM_PREFIXES, NUM_CANDIDATES = 8, 32
 NUM_DRAWS_PER_PREFIX = (250, 500)  # as many as it takes
 _MIN_DRAWS_OF_A_TEXT = 50  # fewer say nothing about a distribution
@@ -45,15 +48,16 @@ _MIN_DRAWS_OF_A_TEXT = 50  # fewer say nothing about a distribution
 def check_outputs(
     session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence], advance: Callable[[], None]
 ) -> LosslessCheck:
-    """The `lossless` check by the rule that fits; `advance` is called up to NUM_PREFIXES times."""
+    """The `lossless` check of these outputs, by the rule that fits; `advance` is called up to NUM_PREFIXES times."""
     if session.draws_by_probs(sequences):
         return check_distribution(session, sequences, advance)
     return compare_tokens(session, sequences, without_drafter)
 
 
 def compare_tokens(session: Session, sequences: Seq[Sequence], without_drafter: Seq[Sequence]) -> TokenCheck:
-    """The `lossless` check by tokens. A near tie, where rounding decides, fails in float32, and with an engine whose
-    logits are the same bits in any step."""
+    """The `lossless` check by tokens. A near tie, which rounding decides, counts as a failure in float32, and for an
+    engine whose logits have the same bits in any step.
+    """
     differences = [
         _first_difference(session.engine, a, b)
         for a, b in zip(sequences, without_drafter, strict=True)
@@ -83,8 +87,8 @@ def compare_tokens(session: Session, sequences: Seq[Sequence], without_drafter: 
 
 
 def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
-    """The first difference between output `a`, with the drafter, and output `b`, without it. The logits at that place
-    are computed again, in a step without a draft.
+    """The first difference between output `a`, with the drafter, and output `b`, without it. The logits at that
+    position are computed again, in a step without a draft.
     """
     tokens_a, tokens_b = a.output_tokens, b.output_tokens
     position = 0
@@ -112,8 +116,9 @@ def _unit_in_the_last_place(logits: Tensor, dtype: str) -> float:
 
 
 def rounding_of(config: EngineConfig, logits: Tensor) -> float:
-    """Rounding error of the largest of these logits: a unit in its last place, or what `build` found, if that is
-    more."""
+    """Rounding error of the largest of these logits: a unit in its last place, or the error that `build` found, if that
+    is larger.
+    """
     return max(_unit_in_the_last_place(logits, config.dtype), config.logits_check.max_abs_difference)
 
 
@@ -148,8 +153,8 @@ def check_distribution(session: Session, sequences: Seq[Sequence], advance: Call
     """The `lossless` check by distribution: chi-squared over speculated tokens after prefixes of these outputs.
 
     Every draw is one step from a prefix, with its own random numbers. The tokens of a step with a draft are counted by
-    the text before them, and compared with the distribution that a step without a draft gives for that text.
-    `passed` is None where there was too little to tell.
+    the text before them, and compared with the distribution that a step without a draft gives for that text. `passed`
+    is None if there were too few tokens to tell.
     """
     like = sequences[0].request
     prefixes, num_draws = _choose_prefixes(session, sequences)
@@ -206,7 +211,9 @@ def _is_enough(detectable: float | None) -> bool:
 
 
 def _num_draws_per_prefix(distributions: list[Tensor]) -> int:
-    """Number of draws needed if only the first token of each step is informative; the minimum if no number suffices."""
+    """Number of draws from each prefix that are needed if only the first token of each step is informative; the minimum
+    if no number suffices.
+    """
     for num_draws in NUM_DRAWS_PER_PREFIX:
         freedoms = [degrees_of_freedom_of(distribution, num_draws) for distribution in distributions]
         if _is_enough(_detectable(num_draws * sum(freedom > 0 for freedom in freedoms), sum(freedoms))):
@@ -229,7 +236,7 @@ class _Prefix:
     max_new_tokens: int
     grammar: CompiledGrammar | None
     text_start: int
-    """Place where the output begins."""
+    """Index of the token at which the output begins."""
 
     def request(self, like: Request) -> Request:
         """A request for the tokens after this text, in the grammar of the output."""
@@ -245,8 +252,8 @@ class _Prefix:
 def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> tuple[list[_Prefix], int]:
     """Choose texts after which the target is uncertain of the next token, and the number of draws from each.
 
-    Chosen by the target's distributions alone, before anything is drawn, which leaves the p-value what it is. Where it
-    is sure nearly everywhere, draws can still find tokens that it would never choose.
+    They are chosen by the target's distributions alone, before anything is drawn, so the p-value stays valid. If the
+    target is sure nearly everywhere, draws can still find tokens that it would never choose.
     """
     like, candidates = sequences[0].request, _candidates(session, sequences)
     distributions = {prefix: _distribution(session, like, prefix) for prefix in candidates}
@@ -256,7 +263,7 @@ def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> tuple[list[_
 
 
 def _candidates(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
-    """Prompts with some of their outputs, no longer than a prompt may be."""
+    """Prompts followed by some of their output's tokens, no longer than a prompt may be."""
     rng = random.Random(sequences[0].request.sampling.random_seed)
     engines = [session.engine, *([session.draft_engine] if session.draft_engine else [])]
     max_input_len = min(engine.config.build_config.max_input_len for engine in engines)
@@ -279,9 +286,8 @@ def _candidates(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
 
 
 def _draw_once(session: Session, like: Request, prefix: _Prefix, draws: range) -> list[tuple[list[int], int]]:
-    """(tokens, how many of them are new) after one speculated step from the prefix, for each draw that had a draft.
-
-    The requests are like the given one, but that stop words are left out.
+    """(tokens, number of new tokens) after a speculated step from the prefix, for each draw that had a draft. The
+    requests are like the given one, without its stop words.
     """
     requests = [
         replace(

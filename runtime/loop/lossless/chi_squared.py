@@ -1,19 +1,20 @@
-"""Counts of tokens against distributions: Pearson's statistic, its p-value, and how large a fault it would have found.
+"""Counts of tokens against distributions: Pearson's statistic, its p-value, and the size of fault that it would have
+found.
 
 Of every text `i`, `n_i` tokens are counted in cells of probability `p_ij`. Where they come with probabilities `q_ij`
 instead, the sum of the statistics has a noncentral chi-squared distribution (Patnaik, "The non-central chi-squared- and
 F-distributions and their applications", Biometrika 36, 1949; Cohen, "Statistical Power Analysis", 1988, chapter 7) with
 the same degrees of freedom and the noncentrality
 
-    lambda = sum_i n_i sum_j (q_ij - p_ij)² / p_ij
+lambda = sum_i n_i sum_j (q_ij - p_ij)² / p_ij
 
 With the total variation distance `t_i = sum_j |q_ij - p_ij| / 2` of a text, Cauchy and Schwarz say that
 
-    (2 t_i)² = (sum_j |q_ij - p_ij| / sqrt(p_ij) * sqrt(p_ij))² <= sum_j (q_ij - p_ij)² / p_ij
+(2 t_i)² = (sum_j |q_ij - p_ij| / sqrt(p_ij) * sqrt(p_ij))² <= sum_j (q_ij - p_ij)² / p_ij
 
 with equality where one half of the probability grows by the factor `1 + 2 t_i` and the other shrinks by `1 - 2 t_i`.
-With `t`, the mean of `t_i` over all `N = sum_i n_i` tokens, convexity gives `sum_i n_i t_i² >= N t²`, and so
-`lambda >= 4 N t²`.
+With `t`, the mean of `t_i` over all `N = sum_i n_i` tokens, convexity gives `sum_i n_i t_i² >= N t²`, and so `lambda >=
+4 N t²`.
 
 That is for small `t`. Of larger ones it matters too that a cell's variance is that of `q_ij`: what a cell adds to the
 statistic without the shift is `q_ij / p_ij`, and not 1. Hardest to find is the fault where nearly all cells are in the
@@ -35,7 +36,7 @@ MAX_TOTAL_VARIATION = 0.4  # larger ones are not told apart from none at all
 
 
 def chi_squared_of(counter: Counter[int], distribution: Tensor) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of counts against a (vocab,) distribution; rare tokens share cells."""
+    """(statistic, degrees of freedom) of counts against a distribution [vocab]; rare tokens share cells."""
     num_draws = counter.total()
     if any(float(distribution[token]) < _IMPOSSIBLE for token in counter):
         return math.inf, 1
@@ -49,12 +50,12 @@ def chi_squared_of(counter: Counter[int], distribution: Tensor) -> tuple[float, 
 
 
 def degrees_of_freedom_of(distribution: Tensor, num_draws: int) -> int:
-    """Degrees of freedom of these counts against a (vocab,) distribution."""
+    """Degrees of freedom of this number of draws against a distribution [vocab]."""
     return max(_cells(distribution, num_draws))
 
 
 def _cells(distribution: Tensor, num_draws: int) -> list[int]:
-    """The cell of each token. Rare ones share cells, and those that do not fill one are in the last."""
+    """The cell of each token. Rare tokens share cells; tokens that do not fill a cell are in the last."""
     min_expected = max(_MIN_EXPECTED_COUNT, _MIN_SHARE * num_draws)
     cell_of, num_cells = [0] * len(distribution), 0
     rare, expected_of_rare = list[int](), 0.0
@@ -76,7 +77,7 @@ def _cells(distribution: Tensor, num_draws: int) -> list[int]:
 
 
 def p_value_of(chi_squared: float, degrees_of_freedom: float) -> float:
-    """Probability of a statistic at least as large; 1 where there is nothing to compare."""
+    """Probability of a statistic at least as large; 1 if there is nothing to compare."""
     if math.isinf(chi_squared):
         return 0.0
     if degrees_of_freedom == 0:
@@ -87,9 +88,8 @@ def p_value_of(chi_squared: float, degrees_of_freedom: float) -> float:
 def detectable_total_variation(
     num_tokens: int, degrees_of_freedom: int, threshold: float, probability: float
 ) -> float | None:
-    """The mean total variation distance from which on p falls below `threshold` with at least this probability.
-
-    For the fault that is hardest to find. None if it is more than MAX_TOTAL_VARIATION.
+    """The mean total variation distance from which on p falls below `threshold` with at least this probability, for the
+    fault that is hardest to find. None if it exceeds MAX_TOTAL_VARIATION.
     """
     if not num_tokens or not degrees_of_freedom:
         return None
@@ -104,7 +104,9 @@ def detectable_total_variation(
 
 
 def power_of(noncentrality: float, degrees_of_freedom: float, critical: float) -> float:
-    """Probability of a statistic above `critical`: a mean over central ones, with Poisson weights (Patnaik, 1949)."""
+    """Probability that a noncentral chi-squared statistic exceeds `critical`: a mean over central statistics with
+    Poisson weights (Patnaik, 1949).
+    """
     if not noncentrality:
         return p_value_of(critical, degrees_of_freedom)
     mean = noncentrality / 2

@@ -15,16 +15,18 @@ SYSTEM_TITLES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """First difference between an output with the drafter and the one without."""
+    """First difference between an output with the drafter and the same output without it."""
 
     request: Count
     position: Count
     """Position in the output."""
     token: int | None
-    """None where the output has ended."""
+    """The token at that position; None if the output has ended."""
     token_without_drafter: int | None
     logit_margin: Measure | None
-    """Between the two tokens, after penalties and cuts, with the noise of sampling; None where one cannot be chosen."""
+    """Difference of the logits of the two tokens, after penalties and cuts, with the noise of sampling; None if one
+    token cannot be chosen.
+    """
     rounding: Measure
     """Rounding error of a logit of this size."""
     is_near_tie: bool
@@ -32,46 +34,50 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCheck:
-    """Outputs with a drafter beside those without, token by token: greedy, or sampling by the target's own draws."""
+    """Comparison of outputs with a drafter and without, token by token: greedy outputs, or samples drawn by the target
+    itself.
+    """
 
     rule: Literal["tokens"]
     num_samples: Size
     num_identical: Count
     num_near_ties: Count
     num_different: Count
-    """Neither identical nor a near tie."""
+    """Number of outputs that are neither identical nor differ by a near tie."""
     dtype: Dtype
     batch_invariant: bool
-    """True if the engine's logits are bitwise independent of the step: near ties fail then in every dtype."""
+    """True if the engine's logits are bitwise independent of the step: a near tie is then a failure in every dtype."""
     differences: tuple[Difference, ...]
     passed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributionCheck:
-    """Rejection sampling: speculated tokens counted against the target's distribution, by chi-squared."""
+    """Check for rejection sampling: speculated tokens are counted against the target's distribution, by chi-squared."""
 
     rule: Literal["distribution"]
     num_prefixes: Size
     num_draws: Size
     num_distributions: Count
-    """Texts with enough tokens after them, and more than one to choose."""
+    """Number of texts with enough tokens after them, and more than one token to choose from."""
     num_tokens: Count
-    """After those texts."""
+    """Number of tokens drawn after these texts."""
     chi_squared: Measure | None
-    """None: infinite, for a token that the target would never choose."""
+    """The statistic; None if it is infinite, for a token that the target would never choose."""
     degrees_of_freedom: Count
     p_value: Share
     threshold: float
     power: Share
-    """Probability of detecting a fault of detectable_total_variation."""
+    """Probability of detecting a fault of size `detectable_total_variation`."""
     detectable_total_variation: Share | None
-    """The smallest fault that would have been found with probability `power`, a mean over num_tokens; None: none."""
+    """The smallest fault that would have been found with probability `power`, as a mean over num_tokens; None if there
+    is none.
+    """
     required_total_variation: Share
-    """A larger detectable_total_variation is too little to tell."""
+    """Largest detectable_total_variation with which the check can pass; above it there is too little to tell."""
     passed: bool | None
-    """None: there was too little to tell."""
+    """True or False; None if there was too little to tell."""
 
 
 LosslessCheck = TokenCheck | DistributionCheck
-"""Lossless check by the rule that fits; `rule` names it."""
+"""Lossless check by the rule that fits; its field `rule` names it."""

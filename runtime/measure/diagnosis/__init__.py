@@ -1,1 +1,1 @@
-"""Diagnosis of what limits the speed on this machine: `observe.py` measures, `diagnose.py` judges."""
+"""Diagnosis of the causes that limit the speed on this machine: `observe.py` measures, `diagnose.py` judges."""

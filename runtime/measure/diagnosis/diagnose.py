@@ -2,8 +2,8 @@
 
 Each diagnosis is a function that gives a number and the threshold of a fault. Times are in seconds.
 
-Limits are far from what noise or a busy neighbour does to a healthy engine: a diagnosis that is made is worth a look.
-None: there was nothing to judge, or too little.
+Thresholds are far beyond the effect of noise or a busy neighbour on a healthy engine, so every fault found is worth a
+look. A diagnosis is None if there was nothing to judge, or too little.
 """
 
 import math
@@ -20,7 +20,7 @@ from runtime.drafters.spec import DraftLenMode
 
 @dataclass(frozen=True)
 class DraftedStep:
-    """One step of one request, which had `context_len` tokens before it."""
+    """A step of a request, with `context_len` tokens before it."""
 
     context_len: int
     num_drafted: int
@@ -40,12 +40,12 @@ class Drafting:
     """Results of a drafter on the prompts."""
 
     num_tokens_by_drafter: dict[str, int]
-    """Proposed by each drafter of a chain, or by the one there is."""
+    """Number of tokens proposed by each drafter of a chain, or by the only drafter."""
     draft_len_mode: DraftLenMode
     steps: tuple[DraftedStep, ...]
     times: LoopTimes
     costs: tuple[StepCost, ...]
-    """Current step times of the target, with drafts of full length, half length, and none."""
+    """Present step times of the target: with drafts of full length, of half the length, and without a draft."""
     draft_token_s: float = 0.0
     """Step time of the draft model, if there is one."""
     expected: ExpectedAcceptance | None = None
@@ -65,24 +65,28 @@ class DraftModelPair:
 
     num_texts: int
     num_texts_tokenized_otherwise: int
-    """All of them where the vocabularies differ; None is compared where one of the two has no tokenizer."""
+    """Number of texts for which the two tokenizers give different tokens. All count if the vocabularies differ; no text
+    is compared if a tokenizer is missing.
+    """
     can_draft: bool
     chat_templates: tuple[str, str] | None
-    """One conversation as the draft model's template has it, and as the target's; None unless both have one."""
+    """A conversation as the draft model's chat template writes it, and as the target's does; None unless both have a
+    template.
+    """
     rope_differences: tuple[str, ...] | None
-    """None where one of the two rotates nothing."""
+    """Settings of rotary positions that differ; None if one of the two models has no rotary positions."""
     has_same_weights: bool
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The same prompts without the drafter, with it, and without it again."""
+    """Comparison of outputs for the same prompts without the drafter, with it, and without it again."""
 
     num_requests: int
     num_changed: int
-    """Different with the drafter, near ties of dtypes of 16 bits left out."""
+    """Number of outputs that differ with the drafter; near ties are not counted with dtypes of 16 bits."""
     num_unrepeatable: int
-    """Different the second time without the drafter."""
+    """Number of outputs that differ between the two runs without the drafter."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,14 @@ class CacheUse:
     num_iterations: int
     num_blocks: int
     num_findable: int
-    """Tokens of prompts that had been answered, and that fill at least a block."""
+    """Tokens of prompts that had been answered before, in full blocks."""
     num_found: int
-    """Reused tokens of repeated prompts."""
+    """Tokens of repeated prompts that were reused."""
 
 
 @dataclass(frozen=True)
 class StateUse:
-    """Use of the slots of states by the prompts, asked three times: hits and misses are those of the third."""
+    """Use of the slots of states. The prompts were asked three times; hits and misses are those of the third time."""
 
     stats: StateStats
     num_slots: int
@@ -108,7 +112,7 @@ class StateUse:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The fastest of many equal steps, and what it took when the engine was built."""
+    """Time of the fastest of many equal steps, and its time when the engine was built."""
 
     cost: StepCost
     seconds: float
@@ -123,7 +127,7 @@ class Machine:
     num_cores: float
     """Cores available to the process: by affinity, and by control groups."""
     cpu_share: float
-    """Share of time in which one continuously computing thread has a core."""
+    """Share of the time for which a thread that computes without pause has a core."""
     num_numa_nodes: int
     """NUMA nodes with cores available to the process."""
     huge_pages: str | None
@@ -134,7 +138,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Weights:
-    """Number of the engine's weights that were inspected, and what was found."""
+    """Number of the engine's weights that were inspected, and the faults found in them."""
 
     num_sampled: int
     num_denormal: int
@@ -142,14 +146,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class Observations:
-    """Everything that was measured; a field is None where there was nothing to measure."""
+    """All measurements. A field is None if there was nothing to measure."""
 
     outputs: Outputs | None
     drafting: Drafting | None
     draft_model: DraftModelPair | None
     cache: CacheUse
     states: StateUse | None
-    """None of a model without states."""
+    """Use of the slots of states; None for a model without states."""
     steps: tuple[StepTime, ...]
     machine: Machine
     weights: Weights
@@ -161,14 +165,18 @@ MIN_DRAFTS_PER_HALF = 24
 MIN_EARLY_ACCEPTANCE = 0.3
 MIN_Z = 4.0
 MIN_MISSES, MAX_MISSES = 3, 0.4
-"""The second prompt with a certain beginning misses its state, and keeps it for those that follow."""
+"""Misses of a state that are normal for a beginning of prompts: the second prompt with that beginning misses, and keeps
+the state for later ones.
+"""
 LARGE_MEMORY = 256 << 20
-"""Smaller weights and K/V need few pages of any size."""
+"""Bytes of weights and K/V beyond which huge pages matter: less memory needs few pages of any size."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A number beside its limit; `is_fault`: it is on the wrong side. The message says what the number is of."""
+    """A number beside its limit. `is_fault` is True if it is on the wrong side. The message says what the number
+    measures.
+    """
 
     number: float
     limit: float
@@ -180,7 +188,7 @@ Diagnosis = Callable[[Observations], Judgement | None]
 
 
 def drafter_never_used(observed: Observations) -> Judgement | None:
-    """Number of tokens proposed by the drafter that proposed fewest, among several."""
+    """Number of tokens proposed by the drafter that proposed fewest; for several drafters."""
     drafting = observed.drafting
     if drafting is None or len(drafting.steps) < MIN_STEPS:
         return None
@@ -205,7 +213,9 @@ def acceptance_below_profile(observed: Observations) -> Judgement | None:
 
 
 def acceptance_falls_with_context(observed: Observations) -> Judgement | None:
-    """Share of drafts with a correct first token, whose fate depends on no other's, in either half of all contexts."""
+    """Share of drafts with a right first token, which depends on no other token, in the shorter and in the longer half
+    of all contexts.
+    """
     drafting = observed.drafting
     steps = sorted((s for s in drafting.steps if s.num_drafted), key=_context_len) if drafting else []
     if len(steps) < 2 * MIN_DRAFTS_PER_HALF:
@@ -238,9 +248,9 @@ def _share_begun(steps: list[DraftedStep]) -> float:
 
 
 def drafts_longer_than_pays(observed: Observations) -> Judgement | None:
-    """Seconds of a token with the drafts as they were, over those with the drafts cut to the length that is best.
+    """Time of a token with the drafts as they were, divided by the time with drafts cut to the best length.
 
-    By what steps take now, the fastest of many: a busy moment, then or when the engine was built, does not count.
+    It uses present step times, the fastest of many, so that a busy moment now or at the build does not count.
     """
     drafting = observed.drafting
     if drafting is None or not drafting.costs or drafting.draft_len_mode == "auto":
@@ -256,9 +266,10 @@ def drafts_longer_than_pays(observed: Observations) -> Judgement | None:
 
 
 def _seconds_of_a_token(drafting: Drafting, max_draft_len: int) -> float:
-    """Seconds per token of the same steps with shorter drafts. The loop's own overhead stays the same.
+    """Seconds per token if the same steps had shorter drafts.
 
-    A draft model's time goes with the tokens it drafts, another drafter's with the steps.
+    The loop's own overhead stays the same. A draft model's time is proportional to its drafted tokens, another
+    drafter's to the steps.
     """
     costs, steps, times = CostModel(drafting.costs, 0.0), drafting.steps, drafting.times
     batch_size = max(cost.batch_size for cost in drafting.costs)
@@ -314,7 +325,9 @@ def draft_model_is_target(observed: Observations) -> Judgement | None:
 
 
 def steps_slower_than_built(observed: Observations) -> Judgement | None:
-    """The fastest of many, so that a neighbour that comes and goes does not count; the median over kinds of steps."""
+    """Ratio of present step times to those at the build. It uses the fastest of many steps, so that a passing neighbour
+    does not count, and the median over kinds of steps.
+    """
     if not observed.steps:
         return None
     ratio = median(step.seconds / step.cost.seconds for step in observed.steps)
@@ -395,7 +408,7 @@ def reuse_never_hits(observed: Observations) -> Judgement | None:
 
 
 def state_slots_full(observed: Observations) -> Judgement | None:
-    """Evicted states count if prompts missed some: nobody looked for the others."""
+    """Number of evicted states; counted only if prompts missed some, since nobody looked for the others."""
     if observed.states is None:
         return None
     stats = observed.states.stats
@@ -423,7 +436,7 @@ def state_hits_missed(observed: Observations) -> Judgement | None:
 
 
 def speculation_changes_output(observed: Observations) -> Judgement | None:
-    """Compare outputs with and without the drafter, if the engine repeats itself."""
+    """Number of outputs that differ with the drafter, if the engine repeats its own outputs."""
     outputs = observed.outputs
     if outputs is None or observed.drafting is None or outputs.num_unrepeatable:
         return None

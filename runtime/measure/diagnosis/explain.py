@@ -1,4 +1,4 @@
-"""Explains the steps of one request: what each drafter offered, what its tokens cost, and why they were sent or cut.
+"""Explains the steps of a request: each drafter's offer, the cost of its tokens, and why they were sent or cut.
 
 The request is answered as always, with each drafter watched; the numbers of tokens are the loop's own counts.
 """
@@ -24,7 +24,7 @@ class Offer:
     drafter: str
     num_tokens: int
     match_len: int
-    """Tokens of the text that were found again; 0 for a model's draft."""
+    """Number of tokens of the text that were found again; 0 for a model's draft."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,13 @@ class ExplainedStep:
     context_len: int
     offers: list[Offer]
     promised: float | None
-    """Tokens of the longest offer that should be accepted, by how earlier ones were; None for fixed lengths."""
+    """Number of the longest offer's tokens that are expected to be accepted, from how earlier drafts were; None for
+    fixed lengths.
+    """
     price: float | None
-    """Tokens that must be accepted for the longest offer to pay: as many as the time that it adds to the step would
-    give otherwise. None if steps were not timed."""
+    """Number of tokens that must be accepted for the longest offer to pay: the tokens that the time it adds to the step
+    would give otherwise. None if steps were not timed.
+    """
     num_sent: int
     num_accepted: int
     num_new_tokens: int
@@ -53,7 +56,7 @@ class Explanation:
 
 @dataclass
 class _Seen:
-    """Facts about the step on its way."""
+    """Facts about the running step."""
 
     room: int | None = None
     """Most tokens that a draft could have; None while no drafter is asked."""
@@ -61,7 +64,7 @@ class _Seen:
 
 
 class _Watched(CompositeDrafter):
-    """A drafter, each of whose drafts is noted by its name; the request's is the only one."""
+    """Wrapper of a drafter that notes each of its drafts under its name. There is only one request."""
 
     def __init__(self, drafter: Drafter, name: str, seen: _Seen) -> None:
         super().__init__([drafter])
@@ -74,7 +77,7 @@ class _Watched(CompositeDrafter):
 
 
 class _Outermost(CompositeDrafter):
-    """The whole drafter: it is asked in each step in which something may be drafted."""
+    """Wrapper of the whole drafter, which is asked in each step in which drafting is possible."""
 
     def __init__(self, drafter: Drafter, seen: _Seen) -> None:
         super().__init__([drafter])
@@ -86,7 +89,7 @@ class _Outermost(CompositeDrafter):
 
 
 def explain(llm: LLM, speculation: Speculation, request: Request) -> Explanation:
-    """Answer the request, and say of each step why its draft was as long as it was."""
+    """Answer the request; returns for each step the reason for its draft's length."""
     with ExitStack() as stack:
         session = llm.open_session(speculation, stack)
         session.check_requests([request])
@@ -107,7 +110,7 @@ def explain(llm: LLM, speculation: Speculation, request: Request) -> Explanation
 
 
 def _choosing(drafter: Drafter) -> Iterator[AdaptiveDrafter]:
-    """The drafters that choose lengths by what pays, the outermost first."""
+    """The drafters that choose draft lengths by what pays, the outermost first."""
     if isinstance(drafter, AdaptiveDrafter):
         yield drafter
     if isinstance(drafter, CompositeDrafter):
@@ -116,7 +119,7 @@ def _choosing(drafter: Drafter) -> Iterator[AdaptiveDrafter]:
 
 
 def _watch_leaves(drafter: CompositeDrafter | Drafter, seen: _Seen, speculation: Speculation) -> None:
-    """Have each drafter that is made of no others watched, by the names that flags have."""
+    """Have each drafter that consists of no others watched, under the name that flags use."""
     names = [part for one in speculation for part in one.parts]
     found = list(_places(drafter))
     if any(isinstance(holder, BestOf) for holder, _ in found):  # which has lookups before models
@@ -128,7 +131,7 @@ def _watch_leaves(drafter: CompositeDrafter | Drafter, seen: _Seen, speculation:
 
 
 def _places(drafter: Drafter) -> Iterator[tuple[CompositeDrafter, int]]:
-    """Places of the drafters that are made of no others."""
+    """References to the drafters that consist of no others."""
     for place, member in enumerate(drafter.members if isinstance(drafter, CompositeDrafter) else ()):
         assert isinstance(drafter, CompositeDrafter)
         if isinstance(member, CompositeDrafter):
@@ -168,7 +171,7 @@ def _explained(
 
 
 def _reason(num_sent: int, longest: int, seen: _Seen, *, is_chosen: bool) -> str:
-    """Sentence on the length of a step's draft."""
+    """A sentence that explains the length of a step's draft."""
     if seen.room is None:
         return "nothing is drafted while the prompt is computed"
     if seen.room == 0:

@@ -1,5 +1,5 @@
-"""Observe an engine: the prompts without the drafter, with it and without again, steps, weights, the machine, and
-differences between a draft model and its target that harm drafts but pass all checks.
+"""Observes an engine: it answers the prompts without the drafter, with it and without it again. It also looks at steps,
+weights, the machine, and differences between a draft model and its target that pass all checks and harm drafts.
 """
 
 import time
@@ -50,16 +50,18 @@ from runtime.util.tensor_file import read_header
 
 _MAX_STEP_S = 0.3
 _MIN_ROUNDS, _NUM_CELLS = 4, 4
-"""Steps are timed anew for so long, and at least so often."""
+"""Least number of rounds in which steps are timed, and number of kinds of steps."""
 _SAMPLED = 1 << 18  # numbers of each weight
 _DENORMAL: dict[str, tuple[np.dtype[np.signedinteger[Any]], int]] = {
     "F32": (np.dtype("<i4"), 0x00800000),
     "BF16": (np.dtype("<i2"), 0x0080),
 }
-"""Integers of the same bits, and the smallest number that is normal. Other dtypes are widened before they are used."""
+"""Integers of the same bits as each dtype, and the smallest normal number. Other dtypes are widened before they are
+used.
+"""
 
 Phase = Callable[[str], None]
-"""Called with the name of the phase that begins."""
+"""Function that is called with the name of each phase when it begins."""
 
 
 def measure(
@@ -81,7 +83,7 @@ def measure(
         session.clear_cache()
         stats_before, num_slots = llm.engine.state_stats, llm.engine.num_state_slots
         before = session.run(requests, speculate=False)
-        if num_slots:  # the second prompt with a beginning misses its state, and keeps it for those that follow
+        if num_slots:  # the second prompt with a beginning misses its state, and keeps it for later prompts
             session.run(requests, speculate=False)
         second = llm.engine.state_stats
         findable, found = _find_again(llm.engine, requests)
@@ -115,7 +117,7 @@ def measure(
 
 
 def examine_draft_model(llm: LLM, speculation: Speculation) -> DraftModelPair | None:
-    """Compare the draft model with the target before it is opened; None without one."""
+    """Compare the draft model with the target before it is opened; None if there is no draft model."""
     for one in speculation:
         if one.draft_model is not None:
             with draft_engine_errors():
@@ -125,7 +127,7 @@ def examine_draft_model(llm: LLM, speculation: Speculation) -> DraftModelPair | 
 
 
 class _Watched(CompositeDrafter):
-    """A drafter of a chain, and how many tokens it has proposed."""
+    """A drafter of a chain, with the number of tokens that it has proposed."""
 
     num_tokens = 0
 
@@ -136,7 +138,7 @@ class _Watched(CompositeDrafter):
 
 
 def _watch(session: Session) -> dict[str, _Watched]:
-    """Have each drafter of a chain watched, by name; nothing where there is one drafter."""
+    """Have each drafter of a chain watched, by name; empty if there is a single drafter."""
     chain = session.opened.drafter if session.opened is not None else None
     while isinstance(chain, UnderGrammar | AdaptiveDrafter):
         chain = chain.members[0]
@@ -156,13 +158,13 @@ def _watch(session: Session) -> dict[str, _Watched]:
 
 
 def _names_by_kind(speculation: Speculation) -> tuple[list[str], list[str]]:
-    """Names of the models among several drafters, and of the others."""
+    """Names of the models among several drafters, and names of the other drafters."""
     models = [drafter.name for drafter in speculation if drafter.is_model]
     return models, [drafter.name for drafter in speculation if not drafter.is_model]
 
 
 def _find_again(engine: Engine, requests: Seq[Request]) -> tuple[int, int]:
-    """Tokens of prompts that fill a block, and as many of them as the K/V cache holds."""
+    """Number of prompt tokens in full blocks, and how many of them the K/V cache still holds."""
     num_findable = num_found = 0
     block_size = engine.config.build_config.tokens_per_block
     for request in requests:
@@ -176,7 +178,7 @@ def _find_again(engine: Engine, requests: Seq[Request]) -> tuple[int, int]:
 
 
 def _compare(session: Session, before: Generation, drafted: Generation | None, after: Generation) -> Outputs:
-    """Counts of outputs that differ; `drafted` is None where nothing drafts."""
+    """Numbers of outputs that differ; `drafted` is None if there is no drafter."""
     num_requests = len(before.sequences)
     pairs = zip(before.sequences, after.sequences, strict=True)
     num_unrepeatable = sum(a.output_tokens != b.output_tokens for a, b in pairs)
@@ -205,9 +207,7 @@ def _drafting(
 
 
 def _costs_of_drafts(engine: Engine, steps: Seq[DraftedStep], drafted: Generation) -> tuple[StepCost, ...]:
-    """Time steps after contexts as long as those that were seen, with as many rows; empty if the K/V cache has
-    no room.
-    """
+    """Times of steps with contexts and rows as in the observed steps; empty if the K/V cache has no room."""
     longest = max(step.num_drafted for step in steps)
     context_len = round(median(step.context_len for step in steps))
     batch_size = max(round(len(steps) / drafted.times.num_iterations), 1)
@@ -216,7 +216,7 @@ def _costs_of_drafts(engine: Engine, steps: Seq[DraftedStep], drafted: Generatio
 
 
 def _draft_token_s(engine: Engine, steps: Seq[DraftedStep]) -> float:
-    """Seconds of a step of the draft model alone: one token, after a context of the usual length."""
+    """Seconds of the draft model's step for one token, after a context of the usual length."""
     context_len = round(median(step.context_len for step in steps))
     return sum(one.seconds for one in _fastest_steps(engine, [(1, context_len, 1)]))
 
@@ -232,11 +232,13 @@ def _steps_of(sequence: Sequence) -> list[DraftedStep]:
 
 
 Cell = tuple[int, int, int]
-"""A kind of step: rows, tokens of context, and tokens of each row."""
+"""A kind of step: number of rows, tokens of context, and tokens of each row."""
 
 
 def _fastest_steps(engine: Engine, cells: Seq[Cell]) -> list[StepCost]:
-    """The fastest of many steps of each kind, in turn; those left out for which the K/V cache has no room."""
+    """Seconds of the fastest of many steps of each kind, timed in turn. Kinds for which the K/V cache has no room are
+    left out.
+    """
     engine.clear_cache()
     fastest = {cell: float("inf") for cell in cells if _has_room(engine, *cell)}
     start, rounds = time.perf_counter(), 0
@@ -258,7 +260,7 @@ def _is_same_kind(one: StepCost, other: StepCost) -> bool:
 
 
 def _spread(costs: list[StepCost]) -> list[StepCost]:
-    """Steps from the shortest to the longest."""
+    """Cells spread evenly from the shortest to the longest step."""
     ordered = sorted(costs, key=lambda cost: cost.seconds)
     last, wanted = len(ordered) - 1, min(_NUM_CELLS, len(ordered))
     return [ordered[i * last // max(wanted - 1, 1)] for i in range(wanted)]
@@ -294,7 +296,7 @@ _CONVERSATION: tuple[Message, ...] = (
     {"role": "user", "content": "And 3 + 3?"},
 )
 _SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope")
-"""Rope types with a factor: models of one family are trained with the same factor. Llama 3's differ by size."""
+"""Rope types with a factor that all models of a family share; Llama 3's factors differ by size."""
 
 
 def compare_draft_model(draft: Bundle, target: TargetIdentity) -> DraftModelPair:
@@ -324,7 +326,7 @@ def _conversations(draft: Bundle, target: TargetIdentity) -> tuple[str, str] | N
 
 
 def _rendered(directory: Path, pretrained_config: dict[str, Any]) -> str:
-    """Text rendered by the chat template, or its error."""
+    """A conversation as the chat template writes it, or the template's error."""
     try:
         return ChatTemplate(directory, pretrained_config).render(_CONVERSATION)
     except SpecDecError as error:
@@ -340,7 +342,9 @@ def _rope_differences(draft: dict[str, Any], target: dict[str, Any]) -> tuple[st
 
 
 def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings that determine rotary angles, by transformers' current and former names; with a factor if it scales."""
+    """Settings that determine rotary angles, by transformers' present and former names; with a factor only if it
+    scales.
+    """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = {f"{name} ": value for name, value in given.items() if isinstance(value, dict)} or {"": given}
     settings: dict[str, Any] = {}
@@ -372,7 +376,7 @@ def examine_machine(when_built: MachineSpeed | None, memory_bytes: int) -> Machi
 
 
 def _cpu_share() -> float:
-    """The largest share of the processor, over a few short windows."""
+    """Share of the processor that this thread gets: the largest in a few short windows."""
     share = 0.0
     for _ in range(_NUM_WINDOWS):
         if share > _ENOUGH:
@@ -385,13 +389,13 @@ def _cpu_share() -> float:
 
 
 def num_numa_nodes(used: set[int], nodes: Path = _NODES) -> int:
-    """NUMA nodes that the cores are on; 1 where the system does not say."""
+    """Number of NUMA nodes that the cores belong to; 1 if the system does not list nodes."""
     lists = [_cores_of(path) for path in sorted(nodes.glob("node[0-9]*/cpulist"))]
     return max(sum(bool(used & of_node) for of_node in lists), 1)
 
 
 def _cores_of(path: Path) -> set[int]:
-    """`0-3,8` is 0, 1, 2, 3 and 8."""
+    """The numbers in a list of Linux's: `0-3,8` gives 0, 1, 2, 3 and 8."""
     found: set[int] = set()
     for part in path.read_text(encoding="utf-8").strip().split(","):
         first, _, last = part.partition("-")
@@ -401,7 +405,7 @@ def _cores_of(path: Path) -> set[int]:
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> str | None:
-    """Linux's use of huge pages: `madvise` where its file says `always [madvise] never`; None without the file."""
+    """Linux's setting of huge pages: `madvise` if its file is `always [madvise] never`; None without the file."""
     try:
         return path.read_text(encoding="utf-8").partition("[")[2].partition("]")[0] or None
     except OSError:

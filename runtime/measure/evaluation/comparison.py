@@ -1,10 +1,10 @@
-"""Two documents side by side: which settings differ, what the metrics are, and which differences exceed the noise.
+"""Two documents side by side: the settings that differ, the metrics, and the differences that exceed the noise.
 
-What noise there is, the documents themselves have to say. Counts follow from the tokens, and greedy tokens from the
-settings: run again they are the same, so any difference is one. A time is told from chance by its values per request,
-paired where both documents answer the same requests. Requests that ran together shared their steps, and are one
-observation. What slowed down a whole run cannot be seen among the requests of that run; the engine without a drafter,
-which `summarize` runs in turn with the other, shows it.
+The noise is estimated from the documents themselves. Counts follow from the tokens, and greedy tokens from the
+settings: a second run gives the same, so any difference is real. Whether a difference of times is more than chance is
+judged by their values for each request, paired if both documents answer the same requests. Requests that ran together
+shared their steps, and count as one observation. A disturbance of a whole run cannot be seen among the requests of that
+run, but in the engine without a drafter, which `summarize` runs in turn with the other.
 """
 
 import math
@@ -27,7 +27,7 @@ _ONE_VALUE = "one value each"
 
 @dataclass(frozen=True)
 class Metric:
-    """Metric found in both documents. `of_request` is None where a document has one value only."""
+    """A metric that both documents have. `of_request` is None if a document has a single value of it."""
 
     name: str
     title: str
@@ -60,7 +60,7 @@ def compare_documents(a: Record, b: Record) -> Record:
 
 @dataclass(frozen=True)
 class _Matching:
-    """Indices of the requests of both documents that are the same prompt, and what is alike of them."""
+    """Indices of the requests that have the same prompt in both documents, and whether their other data agree."""
 
     num_a: int
     num_b: int
@@ -154,7 +154,7 @@ def _verdict(verdict: str, method: str, reason: str | None) -> Record:
 
 
 def _few(num_observations: tuple[int, int], matching: _Matching) -> str:
-    """Why there is no interval: too few observations, since requests that ran together count as one."""
+    """Reason for the lack of an interval: too few observations, since requests that ran together count as one."""
     if matching.is_paired:
         return f"{num_observations[0]} of the {MIN_PAIRS} observations that it takes"
     return f"{num_observations[0]} and {num_observations[1]} observations are too few"
@@ -165,16 +165,16 @@ def _interval_record(interval: Interval) -> Record:
 
 
 def _waiting(metric: Metric, a: Record, b: Record) -> str | None:
-    """Why latencies of `run` are not compared: all its requests arrive at the start, so later ones wait for earlier
-    ones.
+    """Reason why latencies of `run` are not compared: all its requests arrive at the start, so later ones wait for
+    earlier ones.
     """
     if a["command"] == "run" and metric.name in ("ttft_s", "latency_s"):
-        return "requests wait for each other"
+        return "a request's time includes waiting for others"
     return None
 
 
 def _interval_of(metric: Metric, a: Record, b: Record, matching: _Matching) -> tuple[Interval | None, tuple[int, int]]:
-    """The interval of the ratio B to A, and how many observations there are of each."""
+    """The interval of the ratio B to A, and the number of observations in each document."""
     assert metric.of_request is not None
     values_a, values_b = (_logs(metric.of_request, document["requests"]) for document in (a, b))
     groups_a, groups_b = (_groups(metric.kind, document) for document in (a, b))
@@ -203,7 +203,7 @@ def _logs(of_request: Callable[[Record], float | None], requests: Iterable[Recor
 
 
 def _groups(kind: Kind, document: Record) -> list[int]:
-    """Groups of requests that shared their steps, and so their time. Counts are each request's own."""
+    """Groups of requests that shared their steps, and so their time. For counts, each request is a group."""
     requests, settings = document["requests"], document["settings"]
     if kind == "count":
         return list(range(len(requests)))
@@ -228,9 +228,8 @@ def _means(values: Iterable[tuple[int, float]]) -> list[float]:
 
 
 def _control(a: Record, b: Record, matching: _Matching) -> Interval | None:
-    """The time for a token of the engine without a drafter, B over A: the same work, where the engines are the same.
-
-    None where the documents do not have it.
+    """Ratio, B over A, of the times for a token of the engines without a drafter: the same work, if the engines are the
+    same. None if a document lacks it.
     """
     same_engine = a["engine"] == b["engine"] and a["specdec_version"] == b["specdec_version"]
     if a["command"] != "summarize" or not same_engine or not matching.is_paired:
@@ -240,7 +239,7 @@ def _control(a: Record, b: Record, matching: _Matching) -> Interval | None:
 
 
 def _as(unit: Unit, control: Interval) -> Interval:
-    """The control as ratio of a metric of this unit: of a rate where of a time."""
+    """The control as a ratio of metrics with this unit: inverted for a rate, since the control is a ratio of times."""
     if unit != "tokens/s":
         return control
     return Interval(1 / control.estimate, 1 / control.high, 1 / control.low)
@@ -250,7 +249,7 @@ def _as(unit: Unit, control: Interval) -> Interval:
 
 
 def different_settings(a: Record, b: Record) -> list[Record]:
-    """Differences in settings, engines and versions, one for one change; None for a value missing on one side.
+    """Differences in settings, engines and versions, each change once; a value that one document lacks is None.
 
     Another drafter is one difference, `suffix matching 10` and `n-gram lookup 4,2`, and so is a record that only one
     side has, such as the quantization of an engine.
@@ -271,15 +270,15 @@ def _chosen(document: Record) -> Record:
 
 
 def _without_results(engine: Record) -> Record:
-    """Without what was measured when it was built, what follows from the formats, and the directory in the cache where
-    a model was named.
+    """The engine's record without measurements made at its build, without values that follow from the formats, and, if
+    a model was named, without the cache's directory.
     """
     left_out = {"logits_check", "quality", "bits"} | ({"engine_dir"} if engine.get("model") else set())
     return {key: value for key, value in engine.items() if key not in left_out}
 
 
 def _without_drafters(chosen: Record) -> Record:
-    """Without the drafters' settings, and the draft model's engine, which one of the two may have."""
+    """The settings without those of drafters and of the draft model's engine, which only one document may have."""
     own = {"drafters", "draft_engine", *(spec.description.flag for spec in DRAFTERS.values())}
     return {key: value for key, value in chosen.items() if key not in own}
 
@@ -329,7 +328,7 @@ def _over_requests(
 
 
 def _system(key: str) -> Callable[[Record], float | None]:
-    """A figure of the first system, which is the engine unless only Hugging Face was run."""
+    """Value of a figure for the first system, which is the engine unless only Hugging Face was run."""
     return lambda document: _at(key)(next(iter(document["systems"].values())))
 
 

@@ -1,6 +1,5 @@
-"""Answer batches of prompts by transformers' own `generate`, timed as the engine is.
-
-Apart from the engine's side, which needs no transformers: importing it takes seconds.
+"""Answers batches of prompts by transformers' own `generate`, timed as the engine is. It is a module of its own because
+importing transformers takes seconds, and the engine does not need it.
 """
 
 import time
@@ -28,8 +27,7 @@ from runtime.util.errors import SpecDecError
 
 class HuggingFace:
     """The same model run by transformers' `generate`, with the same sampling, its default attention and K/V cache.
-
-    Where it is another one, `differences` says in what.
+    `differences` lists how the model differs from the engine's, if it does.
     """
 
     def __init__(self, model: PreTrainedModel, question: Question, differences: list[str]) -> None:
@@ -39,7 +37,7 @@ class HuggingFace:
 
     @classmethod
     def load(cls, model_dir: Path, question: Question) -> "HuggingFace":
-        """Load in the engine's dtype, on the engine's device."""
+        """Load the model in the engine's dtype, on the engine's device."""
         engine = question.llm.engine
         dtype = getattr(torch, engine.config.dtype)
         try:
@@ -63,7 +61,7 @@ class HuggingFace:
         return cls(model, question, found)
 
     def answer(self, batch: list[list[int]], run: SystemRun) -> None:
-        """Left-padded generation of one batch; the times of its tokens are taken as they are chosen."""
+        """Answer a batch by generation with left padding; the time of each token is taken when it is chosen."""
         longest = max(map(len, batch))
         pad = min(self.template.end_ids, default=0)
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in batch], device=self.model.device)
@@ -101,7 +99,7 @@ class HuggingFace:
             run.samples.append(SampleRun(tokens, text, ttft_s, tpot_s, latency_s, wall_s / len(batch)))
 
     def _cut(self, prompt: list[int], tokens: list[int]) -> list[int]:
-        """The output's tokens up to the first that ends the output: an end id, or one that completes a stop word."""
+        """The output's tokens up to the first that ends it: an end id, or a token that completes a stop word."""
         for i, token in enumerate(tokens):
             ended = token in self.template.end_ids
             if ended or (self.stop_words and self.stop_words([*prompt, *tokens[: i + 1]], len(prompt))):
@@ -110,7 +108,9 @@ class HuggingFace:
 
 
 def _why_not(error: Exception) -> str:
-    """Transformers' error in one line; if it advises running a model's code or unpickling, our own."""
+    """transformers' error in one line. If it advises running a model's code or unpickling, a sentence of
+    ours instead.
+    """
     said = " ".join(str(error).split())
     if "trust_remote_code" in said:
         return "it is code of its own (`auto_map`), which is not run: name a model that transformers has a class for"
@@ -120,7 +120,7 @@ def _why_not(error: Exception) -> str:
 
 
 class _OnlyChoosable:
-    """`min_tokens` and `allowed_token_ids`, of rows whose outputs all begin at one place."""
+    """Processor for `min_tokens` and `allowed_token_ids`, for rows whose outputs all begin at the same position."""
 
     def __init__(self, choosable: Choosable) -> None:
         self._choosable = choosable
@@ -133,7 +133,7 @@ class _OnlyChoosable:
 
 
 class _WithinBudget:
-    """The budget for thinking of each row, whose prompt has padding before it."""
+    """Processor for the budget for thinking of each row, whose prompt has padding before it."""
 
     def __init__(self, template: Request, longest: int, batch: list[list[int]]) -> None:
         self._starts = [longest - len(prompt) for prompt in batch]
@@ -148,7 +148,7 @@ class _WithinBudget:
 
 
 class _WithoutPadding:
-    """Penalties that see each row's own tokens, and not the padding before them."""
+    """Wrapper of penalties that shows them each row's own tokens, without the padding before them."""
 
     def __init__(self, processors: list[Processor], longest: int, batch: list[list[int]]) -> None:
         self._processors = processors
@@ -165,7 +165,7 @@ class _WithoutPadding:
 
 
 class _TokenClock(StoppingCriteria):
-    """Never stops anything; notes when each token was chosen."""
+    """A stopping criterion that never stops; it notes when each token was chosen."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

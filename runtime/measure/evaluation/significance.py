@@ -1,8 +1,8 @@
 """Significance of the difference of two measurements, from one value per observation.
 
-Rank methods, because times have outliers: Wilcoxon's signed ranks where each observation of one side belongs to one of
-the other, Mann and Whitney's ranks where it does not. They assume no distribution, and give an interval only where
-there are observations enough for one. The estimates are Hodges and Lehmann's.
+These are rank methods, because times have outliers: Wilcoxon's signed ranks if the observations are paired, Mann and
+Whitney's ranks if they are not. They assume no distribution, and give an interval only if there are enough
+observations. The estimates are Hodges and Lehmann's.
 """
 
 import math
@@ -22,14 +22,14 @@ _Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Interval:
-    """A difference, and where it lies with probability `LEVEL`."""
+    """A difference, and the interval that contains it with probability `LEVEL`."""
 
     estimate: float
     low: float
     high: float
 
     def exp(self) -> "Interval":
-        """The ratio, where this is the difference of logarithms."""
+        """The ratio, if this is a difference of logarithms."""
         return Interval(math.exp(self.estimate), math.exp(self.low), math.exp(self.high))
 
     def overlaps(self, other: "Interval") -> bool:
@@ -40,9 +40,10 @@ class Interval:
 
 
 def paired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
-    """Pairwise increase from `a` to `b`; None for too few values.
+    """Increase from `a` to `b` for paired values; None for too few values.
 
-    The median of the averages of every two differences, and those averages that Wilcoxon's test does not refuse.
+    The estimate is the median of the averages of every two differences; the interval contains the averages that
+    Wilcoxon's test does not reject.
     """
     differences = np.asarray(b, dtype=np.float64) - np.asarray(a, dtype=np.float64)
     n = len(differences)
@@ -56,7 +57,8 @@ def paired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
 def unpaired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
     """Increase from `a` to `b` for unpaired values; None for too few values.
 
-    The median of all differences, and those that Mann and Whitney's test does not refuse.
+    The estimate is the median of all differences; the interval contains the differences that Mann and Whitney's test
+    does not reject.
     """
     values_a, values_b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     m, n = len(a), len(b)
@@ -66,14 +68,14 @@ def unpaired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
 
 
 def _interval(values: _Floats, num_cut: int) -> Interval | None:
-    """Range of sorted `values` without the lowest and the highest `num_cut - 1`."""
+    """Range of the sorted `values` without the `num_cut - 1` lowest and highest."""
     if num_cut < 1:
         return None
     return Interval(float(np.median(values)), float(values[num_cut - 1]), float(values[len(values) - num_cut]))
 
 
 def _num_cut(distribution: _Floats) -> int:
-    """The largest k for which fewer than k values are below the truth with at most 2.5 % probability."""
+    """The largest k for which fewer than k values are below the truth with a probability of at most 2.5 %."""
     return int(np.searchsorted(np.cumsum(distribution), (1 - LEVEL) / 2, side="right"))
 
 
@@ -82,7 +84,7 @@ def _normal_num_cut(mean: float, variance: float) -> int:
 
 
 def _signed_rank_distribution(n: int) -> _Floats:
-    """Probability of each sum of positive ranks, 0 to n (n + 1) / 2, of n values symmetric around 0."""
+    """Probability of each sum of positive ranks, 0 to n (n + 1) / 2, for n values that are symmetric around 0."""
     distribution = np.zeros(n * (n + 1) // 2 + 1)
     distribution[0] = 1.0
     for rank in range(1, n + 1):
@@ -93,9 +95,10 @@ def _signed_rank_distribution(n: int) -> _Floats:
 
 
 def _rank_sum_distribution(m: int, n: int) -> _Floats:
-    """Probability of each number of pairs in the one order, 0 to m n, of m and n values of one distribution.
+    """Probability of each number, 0 to m n, of pairs (x, y) with x > y, for m values x and n values y of the same
+    distribution.
 
-    By which value is the largest of all: one of the m, which is then above all n, or one of the n.
+    Recursion on the largest of all values: if it is an x, it exceeds all n values y; if it is a y, it exceeds none.
     """
     distributions = [np.ones(1) for _ in range(n + 1)]  # of 0 values against 0..n
     for i in range(1, m + 1):

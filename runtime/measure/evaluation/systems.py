@@ -1,6 +1,7 @@
-"""Answer batches of prompts with the engine; Hugging Face is timed alike (`runtime.measure.evaluation.hugging_face`).
+"""Answers batches of prompts with the engine; Hugging Face is timed alike (`runtime.measure.evaluation.hugging_face`).
 
-Each system's first prompt is run once beforehand as a warm-up. Wall time is that of the batches, tokenization left out.
+Each system answers the first prompt once beforehand as a warm-up. Wall time is the time of the batches, without
+tokenization.
 """
 
 import itertools
@@ -23,7 +24,7 @@ Batches = list[list[list[int]]]
 
 @dataclass
 class SampleRun:
-    """One prompt's answer and its times, from whichever system."""
+    """The answer of a system to a prompt, and its times."""
 
     output_tokens: list[int]
     output_text: str
@@ -42,7 +43,7 @@ class SystemRun:
     samples: list[SampleRun] = field(default_factory=list)
     times: LoopTimes = field(default_factory=LoopTimes)
     workers: Counter[str] = field(default_factory=Counter)
-    """Samples by the machine and process that answered them, where it was another."""
+    """Number of samples by the machine and process that answered them, if that was another than this one."""
 
     def add(self, other: "SystemRun") -> None:
         """Add another worker's results."""
@@ -52,7 +53,7 @@ class SystemRun:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The engine's; Hugging Face has none."""
+        """The engine's sequences; Hugging Face has none."""
         return [sample.sequence for sample in self.samples if sample.sequence]
 
     @property
@@ -60,7 +61,7 @@ class SystemRun:
         return Work(self.times.wall_s, sum(len(sample.output_tokens) for sample in self.samples))
 
     def work_on(self, chosen: list[int]) -> Work:
-        """Work on some of the samples only."""
+        """Time and tokens of some of the samples only."""
         samples = [self.samples[i] for i in chosen]
         return Work(sum(s.wall_s for s in samples), sum(len(s.output_tokens) for s in samples))
 
@@ -78,14 +79,16 @@ class SystemRun:
 
 @dataclass(frozen=True)
 class Question:
-    """Task given to the systems: the model, and a template for the request of every prompt."""
+    """The task of the systems: the model, and a template for the request of every prompt."""
 
     llm: LLM
     template: Request
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
-    """Ctrl-C, with the batches, by their number, that both ways to run the engine had answered by then."""
+    """Exception for Ctrl-C, with the batches, by their number, that the engine had answered both with and without the
+    drafter.
+    """
 
     def __init__(self, answers: dict[int, list[SystemRun]]) -> None:
         super().__init__()
@@ -93,15 +96,14 @@ class EvaluationInterrupted(KeyboardInterrupt):
 
 
 EvaluateEngine = Callable[[Question, Session, Batches, Callable[[], None]], list[SystemRun]]
-"""`evaluate_engine`, or what has others do the same."""
+"""Signature of `evaluate_engine`, and of a function that lets workers do the same."""
 
 
 def evaluate_engine(
     question: Question, session: Session, batches: Batches, advance: Callable[[], None]
 ) -> list[SystemRun]:
-    """The engine with its drafter and without (or, if there is none, only without), batch by batch in turn.
-
-    That it can serve all of them has been checked. Raises EvaluationInterrupted at Ctrl-C.
+    """Answers of the engine with its drafter and without (or, if it has none, only without), batch by batch in turn.
+    The prompts must have been checked. Raises EvaluationInterrupted at Ctrl-C.
     """
     warm_up(question, session, batches[0][0])
     answers: dict[int, list[SystemRun]] = {}
@@ -115,25 +117,27 @@ def evaluate_engine(
 
 
 def warm_up(question: Question, session: Session, prompt: list[int]) -> None:
-    """Run both ways once to absorb first-call costs, and discard what others would learn from it."""
+    """Run the prompt once both ways, so that costs of first calls are over, and discard the output and everything that
+    a drafter learned from it.
+    """
     answer_batch(question, session, [prompt], range(1))
     session.clear_pools()
 
 
 def places_of(batches: Batches) -> list[range]:
-    """Positions of each batch's prompts among all prompts."""
+    """Indices of each batch's prompts among all prompts."""
     ends = itertools.accumulate(map(len, batches))
     return [range(end - len(batch), end) for batch, end in zip(batches, ends, strict=True)]
 
 
 def answer_batch(question: Question, session: Session, batch: list[list[int]], place: range) -> list[SystemRun]:
-    """One batch, with the drafter and without, each from an empty cache."""
+    """Answers to a batch, with the drafter and without, each from an empty cache."""
     names: list[SystemName] = ["engine", "engine_no_drafter"] if session.has_drafter else ["engine"]
     return [_run_engine_batch(question, session, batch, place, name) for name in names]
 
 
 def joined(answers: Mapping[int, list[SystemRun]]) -> list[SystemRun]:
-    """The answers of batches, one of them at least, in the batches' order."""
+    """The answers of batches, of at least one, joined in the batches' order."""
     runs = [SystemRun(run.name) for run in next(iter(answers.values()))]
     for i in sorted(answers):
         for run, part in zip(runs, answers[i], strict=True):

@@ -15,14 +15,16 @@ _FIELDS = ("step_costs", "host_s", "self_draft_costs")
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Another machine: what steps cost there, and its speed, if that is known."""
+    """Another machine: its step costs, and its speed, if that is known."""
 
     model: CostModel
     machine: MachineSpeed | None
 
 
 def read_costs(path: Path) -> Elsewhere:
-    """The costs in a JSON file with `step_costs` and `host_s`, or in an engine's directory; SpecDecError for none."""
+    """The costs in a JSON file with `step_costs` and `host_s`, or in an engine's directory; SpecDecError if there are
+    none.
+    """
     file = path / CONFIG if path.is_dir() else path
     data = parse_json(read_utf8(file), file)
     kept = kept_costs(file.parent.absolute()) if isinstance(data, dict) else None

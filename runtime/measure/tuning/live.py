@@ -1,4 +1,4 @@
-"""Time candidates on the engine, and hold what was predicted against it."""
+"""Times candidates on the engine, and compares the times with the predictions."""
 
 import math
 import time
@@ -25,7 +25,7 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate on the engine: seconds of each batch in each round, and what the first round generated."""
+    """A candidate on the engine: seconds of each batch in each round, and the output of the first round."""
 
     candidate: Speculation
     batches: list[list[LoopSeconds]]
@@ -33,12 +33,14 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """All batches, each by its median over the rounds: what disturbs one batch once does not count."""
+        """Seconds of all batches. For each batch the median over the rounds is taken, so that a single disturbance does
+        not count.
+        """
         return sum(float(median(s.total for s in rounds)) for rounds in zip(*self.batches, strict=True))
 
     @property
     def parts(self) -> LoopSeconds:
-        """Their first steps, and all others."""
+        """Seconds of the first steps, and of all other steps."""
         prompts = sum(float(median(s.prompts for s in rounds)) for rounds in zip(*self.batches, strict=True))
         return LoopSeconds(prompts, self.seconds - prompts)
 
@@ -47,7 +49,7 @@ class Measured:
         return sum_stats(s.stats for s in self.generation.sequences).counts(self.candidate.max_draft_len or 0)
 
     def is_faster_than(self, other: "Measured") -> bool:
-        """True if it is faster by more than noise, judged batch by batch."""
+        """True if it is faster than the other by more than noise, judged batch by batch."""
         own, others = ([math.log(s.total) for batches in m.batches for s in batches] for m in (self, other))
         shift = paired_shift(others, own)
         return shift is not None and shift.high < 0 and self.seconds < other.seconds
@@ -55,7 +57,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """Candidates in turn on the same requests, batch by batch; each starts cold and with nothing learned."""
+    """Candidates in turn on the same requests, batch by batch. Each starts with an empty cache and with nothing
+    learned.
+    """
 
     llm: LLM
     requests: Sequence[Request]
@@ -71,7 +75,9 @@ class LiveRun:
         return max(_MIN_ROUNDS, -(-MIN_PAIRS // self.num_batches))
 
     def measure(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
-        """Time the candidates in turn, in as many rounds as noise asks for, and more rounds while these are short."""
+        """Time the candidates in turn, in as many rounds as the noise requires, and in more rounds while rounds are
+        short.
+        """
         for candidate in candidates:
             self._round([candidate], 1, _WARM_UP_TOKENS)
         rounds: list[list[list[Generation]]] = []
@@ -85,11 +91,13 @@ class LiveRun:
         ]
 
     def try_once(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
-        """Run each candidate once, one after the other, which tells which candidates to time in turn."""
+        """Run each candidate once, one after the other, to find the candidates that are worth timing in turn."""
         return [self.try_in_turn([candidate], advance)[0] for candidate in candidates]
 
     def try_in_turn(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
-        """Run each candidate once, batch by batch in turn: other work of the machine slows all candidates alike."""
+        """Run each candidate once, batch by batch in turn, so that other work on the machine slows all candidates
+        alike.
+        """
         for candidate in candidates:
             self._round([candidate], 1, _WARM_UP_TOKENS)
         found = self._round(candidates, self.num_batches, None)
@@ -102,7 +110,7 @@ class LiveRun:
     def _round(
         self, candidates: Sequence[Speculation], num_batches: int, max_tokens: int | None
     ) -> list[list[Generation]]:
-        """Generations of each batch, by candidate."""
+        """Results of each batch, by candidate."""
         with ExitStack() as stack:
             sessions = [self.llm.open_session(c, stack) for c in candidates]
             parts: list[list[Generation]] = [[] for _ in candidates]
@@ -120,7 +128,7 @@ class LiveRun:
 
 
 def _seconds(batch: Generation) -> LoopSeconds:
-    """All sequences of a batch have their first token after the first step."""
+    """Seconds of a batch, divided at its first step, after which all its sequences have their first token."""
     prompts = max(sequence.stats.ttft_s or 0.0 for sequence in batch.sequences)
     return LoopSeconds(prompts, batch.times.wall_s - prompts)
 
@@ -134,7 +142,9 @@ def _together(parts: Sequence[Generation]) -> Generation:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A candidate that was run, and where it was replayed on the same prompts its prediction, scaled."""
+    """A candidate that was run. If it was also replayed on the same prompts, `predicted` is its predicted time, scaled
+    by the factors between measured and predicted times without a drafter.
+    """
 
     measured: Measured
     measured_speedup: float
@@ -153,24 +163,27 @@ class Confirmed:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The best candidates and *no drafter*, which is first. `factors` is what predictions were multiplied with."""
+    """The best candidates, beginning with *no drafter*. Predictions were multiplied by `factors`."""
 
     confirmed: list[Confirmed]
     factors: LoopSeconds
 
     @property
     def recommended(self) -> Confirmed:
-        """The fastest of those that are faster than no drafter by more than noise, or no drafter."""
+        """The fastest candidate among those that are faster than no drafter by more than noise; otherwise
+        no drafter.
+        """
         none, *others = self.confirmed
         faster = [other for other in others if other.measured.is_faster_than(none.measured)]
         return min([*faster, none], key=lambda one: one.measured.seconds) if faster else none
 
 
 def confirm(replayed: Sequence[Replayed], measured: Sequence[Measured]) -> Confirmation:
-    """Measurements, no drafter first, with the predictions of replayed candidates, on the same prompts.
+    """Measurements, beginning with no drafter, and the predictions of replayed candidates for the same prompts.
 
-    The machine may be busier than when its steps were measured, or quieter, which prompts feel more than steps of one
-    token: one factor for the first and one for the second, what no drafter takes over what was predicted for it.
+    The machine may be busier or quieter than when its steps were measured, which affects prompts more than steps of one
+    token. So the first steps have a factor, and the others another: the time without a drafter, measured over
+    predicted.
     """
     predictions = {one.candidate: one for one in replayed}
     none = measured[0]
@@ -187,13 +200,15 @@ def confirm(replayed: Sequence[Replayed], measured: Sequence[Measured]) -> Confi
 
 
 def spread(number: int, wanted: int) -> list[int]:
-    """Indices of `wanted` of `number` things, as even as can be: of 10 the 3 at 0, 3 and 6."""
+    """`wanted` of the indices of `number` things, spread as evenly as possible: 0, 3 and 6 for 3 of 10."""
     wanted = min(number, wanted)
     return [i * number // wanted for i in range(wanted)]
 
 
 def fitting(session: Session, requests: Sequence[Request]) -> list[int]:
-    """Indices of the requests that engine and drafter take; SpecDecError, and why, if they take none."""
+    """Indices of the requests that the engine and the drafter can take; SpecDecError, with the reason, if they take
+    none.
+    """
     drafter = session.opened.drafter if session.opened is not None else None
     kept, first_error = [], None
     for i, request in enumerate(requests):

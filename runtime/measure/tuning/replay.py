@@ -1,9 +1,9 @@
-"""Replay recorded outputs through a drafter, without a model: what a greedy loop would have counted.
+"""Replays recorded outputs through a drafter, without a model, and gives the counts that a greedy loop would have had.
 
-A target that generates greedily says after every prefix of its output what it said when the output was recorded, so the
-record is all that is needed to accept or reject a draft. Steps and drafts are those of `runtime.loop.orchestrator` and
-`runtime.loop.scheduler`: the step that computes the prompt carries a draft too, drafts are cut to the budget, and the
-last step yields less where the output ends.
+After every prefix of its output, a target that generates greedily chooses the token that it chose when the output was
+recorded. So the record is sufficient to accept or reject a draft. Steps and drafts are those of
+`runtime.loop.orchestrator` and `runtime.loop.scheduler`: the step that computes the prompt carries a draft too, drafts
+are cut to the budget, and the last step yields fewer tokens if the output ends.
 """
 
 import sys
@@ -20,7 +20,9 @@ from runtime.text.trace_lines import Trace
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step of sequences in lockstep: what each had before it (its prompt, in the first), and its draft's length."""
+    """A step of sequences in lockstep: the number of tokens before each (in the first step, of its prompt), and its
+    draft's length.
+    """
 
     num_tokens: tuple[int, ...]
     draft_lens: tuple[int, ...]
@@ -39,11 +41,11 @@ class ReplayedBatches:
 def replay(
     traces: Iterable[Trace], drafter: Drafter, max_draft_len: int, *, max_new_tokens: int | None = None
 ) -> list[RequestStats]:
-    """Statistics of each trace; they are replayed one after the other, and forgotten before the next.
+    """Statistics of each trace. Traces are replayed one after the other, and forgotten before the next.
 
-    The budget of each request is its output's length. `max_new_tokens` gives all of them that budget instead, and an
-    output shorter than it ends where it was recorded to end, which no drafter can know: that changes no number of
-    steps, but what is drafted in the last ones. Spec-Bench counts so, with 1,024.
+    The budget of each request is its output's length. With `max_new_tokens` all requests have that budget instead. A
+    shorter output then ends where the recorded one ended, which no drafter can know: the number of steps stays the
+    same, but more is drafted in the last steps. Spec-Bench counts in this way, with 1,024.
     """
     all_stats = []
     for i, trace in enumerate(traces):
@@ -65,7 +67,8 @@ def replay_batches(
     max_new_tokens: int | None = None,
     end_ids: frozenset[int] = frozenset(),
 ) -> ReplayedBatches:
-    """The traces in groups of `batch_size` that step together, as orchestrator mode answers them; None drafts nothing.
+    """Counts for the traces in groups of `batch_size` that step together, as orchestrator mode answers them; `drafter`
+    None drafts nothing.
 
     A group is forgotten when all of it is done. Drafters do not draft `end_ids`; the budget is as in `replay`.
     """
@@ -113,7 +116,7 @@ def _remaining(trace: Trace, sequence: Sequence) -> Seq[int]:
 
 
 def _propose(drafter: Drafter | None, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-    """Checked drafts, cut to the budget as before a step. A greedy target asks for no probabilities."""
+    """Checked drafts, cut to the budget as in a real step. Probabilities are not used, since the target is greedy."""
     if drafter is None:
         return [Draft([])] * len(sequences)
     drafts = drafter.propose(sequences, max_draft_len)

@@ -1,7 +1,7 @@
-"""Replay traces through candidates, and predict what each would take.
+"""Replays traces through candidates, and predicts the time of each.
 
 Candidates are the grid of every drafter, each with drafts of several lengths. A prediction adds up times, step by step,
-and divides only at the end: a mean of speedups gives short steps the weight of long ones.
+and divides only at the end: a mean of speedups would give short steps the weight of long ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,11 +20,12 @@ from runtime.text.trace_lines import Trace
 
 DRAFT_LENS = (1, 2, 3, 4, 6, 8, 10)
 NUM_SCREENED, NUM_LENGTHS, NUM_LIVE = 2, 2, 3
-"""Numbers of best drafters tried with a public pool, with shorter drafts, and on the engine."""
+"""Numbers of best drafters that are tried with a public pool, with shorter drafts, and on the engine."""
 _MAX_SCREENING_TOKENS = 30_000
-"""Output tokens; with more of them the grid is first replayed on some, or it would take minutes."""
+"""Output tokens above which the grid is first replayed on a part of them; otherwise it would take minutes."""
 _MAX_ADVICE_TOKENS = 10_000
-"""Output tokens to replay at most for advice; of more, a sample: a fraction of a second."""
+"""Most output tokens that are replayed for advice. Of more a sample is taken, so that it takes a fraction of a second.
+"""
 _LOSS = 0.995
 
 Advance = Callable[[], None]
@@ -35,7 +36,7 @@ def fixed(*drafters: DrafterSpec) -> Speculation:
 
 
 def private_grid(max_draft_len: int) -> list[Speculation]:
-    """All lookups of the grid with their longest drafts."""
+    """All lookups of the grid, with their longest drafts."""
     return [fixed(one) for spec in DRAFTERS.values() for one in spec.grid(max_draft_len)]
 
 
@@ -50,12 +51,12 @@ def shorter_lens(max_draft_len: int) -> list[int]:
 
 
 def is_replayable(speculation: Speculation) -> bool:
-    """True if recorded outputs suffice to know what would be drafted."""
+    """True if recorded outputs suffice to find what would have been drafted."""
     return not speculation or speculation.lookup is not None
 
 
 def all_lengths(speculation: Speculation, max_draft_len: int) -> list[Speculation]:
-    """A drafter that has to be run: with drafts of each length, and as long as pays."""
+    """Candidates of a drafter that must be run: with drafts of each length, and with automatic lengths."""
     models = [one.max_draft_len or max_draft_len for one in speculation if one.is_model]
     longest = min(max_draft_len, max(models or [one.max_draft_len or max_draft_len for one in speculation]))
     lengths = [speculation.in_mode("fixed").with_length(n) for n in (*shorter_lens(longest), longest)]
@@ -68,7 +69,9 @@ def labels_of(candidates: Seq[Speculation]) -> list[str]:
 
 @dataclass(frozen=True)
 class LoopSeconds:
-    """The time of a loop: its first steps, which compute the prompts, and all others, with the drafting."""
+    """Seconds of a loop: of its first steps, which compute the prompts, and of all other steps. Both
+    include drafting.
+    """
 
     prompts: float
     others: float
@@ -78,7 +81,7 @@ class LoopSeconds:
         return self.prompts + self.others
 
     def scaled(self, by: "LoopSeconds") -> "LoopSeconds":
-        """Each part as many times as long as `by` says."""
+        """Each part multiplied by the part of `by`."""
         return LoopSeconds(self.prompts * by.prompts, self.others * by.others)
 
     def over(self, other: "LoopSeconds") -> "LoopSeconds":
@@ -88,7 +91,7 @@ class LoopSeconds:
 
 
 def predict(replayed: ReplayedBatches, costs: CostModel, max_num_tokens: int) -> LoopSeconds:
-    """All steps and the drafting before them; prompts are computed `max_num_tokens` at a time."""
+    """Predicted seconds of all steps and of drafting; prompts are computed `max_num_tokens` at a time."""
     seconds = {True: 0.0, False: replayed.draft_time_s}
     for step in replayed.steps:
         seconds[step.is_first] += step_s(step, costs, max_num_tokens)
@@ -96,23 +99,24 @@ def predict(replayed: ReplayedBatches, costs: CostModel, max_num_tokens: int) ->
 
 
 def step_s(step: ReplayedStep, costs: CostModel, max_num_tokens: int) -> float:
-    """Seconds of one step without its drafting.
+    """Seconds of a step without its drafting.
 
-    The first one computes each prompt by itself, with its draft in the last piece. In the others the rows are folded,
-    and each attends to its own context: with 100 and 300 tokens they cost what two of 200 do, and so with drafts.
+    The first step computes each prompt by itself, with its draft in the last piece. In other steps the rows are folded,
+    and each attends to its own context: rows of 100 and 300 tokens cost the same as two rows of 200; drafts of
+    different lengths likewise.
     """
     num_rows = len(step.num_tokens)
     if step.is_first:
         rows = zip(step.num_tokens, step.draft_lens, strict=True)
         return sum(costs.context_s(prompt + drafted, max_num_tokens) for prompt, drafted in rows) + costs.host_s
-    # The last token of each row is computed in this step, so its context is what is before it.
+    # The last token of each row is computed in this step, so its context is the tokens before it.
     context_len = round(sum(step.num_tokens) / num_rows) - 1
     return costs.iteration_s(num_rows, context_len, sum(step.draft_lens) / num_rows)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Inputs of predictions: what steps cost, and how prompts are computed."""
+    """Inputs of predictions: step costs, and the way in which prompts are computed."""
 
     costs: CostModel
     max_num_tokens: int
@@ -120,7 +124,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A candidate, what a loop would have counted with it, and, where costs are known, how long it would take."""
+    """A candidate, the counts that a loop would have had with it, and, if costs are known, its predicted time."""
 
     candidate: Speculation
     batches: ReplayedBatches
@@ -132,7 +136,7 @@ class Replayed:
 
     @property
     def rank(self) -> float:
-        """Less is better: seconds, or without an engine steps."""
+        """Rank of the candidate; lower is better. It is in seconds, or, without an engine, in steps."""
         return self.predicted.total if self.predicted is not None else float(self.total.num_steps)
 
 
@@ -147,7 +151,9 @@ class Replayer:
     max_new_tokens: int | None = None
 
     def thinned(self, max_tokens: int) -> "Replayer":
-        """Itself, or with every second, third, ... of the traces, so that outputs have about `max_tokens`."""
+        """This replayer, or one with every second, third, ... trace, so that outputs have about `max_tokens` tokens in
+        all.
+        """
         every = -(-sum(len(trace.output_tokens) for trace in self.traces) // max_tokens)
         return self if every < 2 else replace(self, traces=self.traces[::every])
 
@@ -170,10 +176,11 @@ class Replayer:
 
 @dataclass
 class Search:
-    """All drafters with their longest drafts; then the best of them with a public pool, shorter drafts and `auto`.
+    """Search over all drafters with their longest drafts; then over the best with a public pool, shorter drafts and
+    `auto`.
 
-    Where the named drafter has to be run, no drafter is all that is replayed. `screened` is the grid on some of the
-    traces, where replaying it on all would take long; it is empty otherwise.
+    If the named drafter must be run, only *no drafter* is replayed. `screened` has the results of the grid on some of
+    the traces, if replaying it on all would take long; otherwise it is empty.
     """
 
     replayer: Replayer
@@ -195,7 +202,7 @@ class Search:
         return 1 + num_grid + NUM_LENGTHS * lengths
 
     def run(self, advance: Advance) -> None:
-        """Fill `replayed`, *no drafter* first."""
+        """Fill `replayed`, beginning with *no drafter*."""
         self._try([NO_SPECULATION], advance)
         self._try(self._drafters(advance), advance)
         if self.tries_public and not self.named:
@@ -225,7 +232,7 @@ class Search:
 
 
 def _best(replayed: Seq[Replayed], number: int) -> list[Replayed]:
-    """The best of those with a drafter."""
+    """The best `number` of the candidates that have a drafter."""
     return sorted((r for r in replayed if r.candidate), key=lambda r: r.rank)[:number]
 
 
@@ -234,14 +241,14 @@ def _best_lookups(replayed: Seq[Replayed]) -> list[Speculation]:
 
 
 def best_candidates(replayed: Seq[Replayed]) -> list[Speculation]:
-    """The best that have a drafter, by what was predicted."""
+    """The best candidates with a drafter, by predicted time."""
     return [r.candidate for r in _best(replayed, NUM_LIVE)]
 
 
 @dataclass(frozen=True)
 class FixedLost:
-    """Speedups of drafts of a fixed length that lost, and of automatic ones, over no drafter, by replay of the same
-    outputs.
+    """Speedups over no drafter, by replay of the same outputs: of drafts with a fixed length, which lost time, and with
+    automatic lengths.
     """
 
     fixed: float
@@ -249,9 +256,8 @@ class FixedLost:
 
 
 def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> FixedLost | None:
-    """Advice on finished requests that a lookup drafted for with a fixed length, `batch_size` at once.
-
-    None if that did not lose, if automatic lengths would have lost as much, or if it is unknown.
+    """Advice on finished requests for which a lookup drafted with a fixed length, `batch_size` requests at once. None
+    if that lost no time, if automatic lengths would have lost as much, or if it is unknown.
     """
     speculation, engine = session.speculation, session.engine
     is_known = speculation.lookup and speculation.draft_len_mode == "fixed" and engine.config.step_costs
@@ -267,7 +273,7 @@ def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> F
 
 
 def _step_seconds(replayer: Replayer, candidate: Speculation) -> float:
-    """Seconds of the steps alone: looking up takes microseconds, and how many is the moment's."""
+    """Seconds of the steps alone: a lookup takes microseconds, and their number varies from moment to moment."""
     replayed, cost = replayer.replay(candidate).batches, replayer.cost
     assert cost is not None
     return sum(step_s(step, cost.costs, cost.max_num_tokens) for step in replayed.steps)

@@ -1,6 +1,6 @@
 """Tuning: from recorded outputs, or prompts, to a recommended drafter and draft length.
 
-Lookups are replayed, and the best of them timed. Drafters with a model cannot be replayed, so they are run.
+Lookups are replayed, and the best of them are timed. Drafters with a model cannot be replayed, so they are run.
 """
 
 import warnings
@@ -32,20 +32,23 @@ from runtime.text.trace_lines import Trace
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 _LARGEST_FACTOR = 1.25
-"""Largest factor between the machine's speeds now and at build without a warning."""
+"""Largest ratio between the machine's speeds now and at the build that gives no warning."""
 _LONGEST_DRAFT = 1000
-"""Without an engine nothing else bounds the drafts that a replay proposes at every position."""
+"""Longest draft that is tried without an engine, since a replay proposes drafts at every position and nothing else
+limits them.
+"""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Opens a display of that many things to do, under that name."""
+"""Opens a display of progress with this name, for this number of items."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Candidates to try. `named` is what to tune, without drafters the grid; `max_draft_len` None: up to 10.
+    """Candidates to try. `named` is the drafter to tune; without drafters in it, the grid is tried. `max_draft_len`
+    None: up to 10.
 
-    With the grid go the target's own copy, where the engine has one, and a draft `model` or trained head, each by
-    itself and with the best lookup.
+    Together with the grid these are tried: the self-draft copy, if the engine has one, and a draft `model` or trained
+    head, each alone and with the best lookup.
     """
 
     named: Speculation = NO_SPECULATION
@@ -54,7 +57,7 @@ class Scope:
     max_draft_len: int | None = None
 
     def longest_draft(self, engine_max_draft_len: int | None) -> int:
-        """The longest draft to try; SpecDecError if the engine takes no such."""
+        """The longest draft to try; SpecDecError if the engine takes no draft of this length."""
         wanted = self.max_draft_len or self.named.max_draft_len or None
         if engine_max_draft_len is None:
             if wanted is not None and wanted > _LONGEST_DRAFT:
@@ -79,22 +82,22 @@ class Scope:
 
 @dataclass(frozen=True)
 class Answered:
-    """Requests that fit an engine, and what it answers, or was recorded to have answered."""
+    """Requests that fit an engine, and its answers, generated now or recorded."""
 
     requests: list[Request]
     traces: list[Trace]
     max_new_tokens: int | None
-    """The budget of all requests; None where each had its own, which is what its output has."""
+    """The budget of all requests; None if each request has its own, which is its output's length."""
 
 
 def replay_alone(traces: Sequence[Trace], scope: Scope, progress: Progress) -> Search:
-    """Without an engine: what each candidate would have counted. For drafters that can be replayed."""
+    """Counts that each candidate would have had, without an engine. Only for drafters that can be replayed."""
     assert is_replayable(scope.named)
     return _search(Replayer(traces), scope, scope.longest_draft(None), progress)
 
 
 def check_tuning(llm: LLM, scope: Scope, batch_size: int) -> None:
-    """SpecDecError for what cannot be tuned on this engine."""
+    """SpecDecError for candidates that cannot be tuned on this engine."""
     scope.longest_draft(llm.engine.max_draft_len)
     if batch_size > llm.engine.max_batch_size:
         raise SpecDecError(
@@ -108,7 +111,7 @@ def check_tuning(llm: LLM, scope: Scope, batch_size: int) -> None:
 
 
 def fitting_requests(llm: LLM, requests: Sequence[Request], scope: Scope) -> list[int]:
-    """Indices of the requests that engine and drafter take; a warning counts the others."""
+    """Indices of the requests that the engine and the drafter can take; a warning counts the others."""
     with ExitStack() as stack:
         speculation = scope.named.in_mode("auto" if scope.named else "fixed")  # "auto" needs what steps cost
         kept = fitting(llm.open_session(speculation, stack), requests)
@@ -133,7 +136,7 @@ def answer(llm: LLM, requests: Sequence[Request], categories: Sequence[str | Non
 
 @dataclass(frozen=True)
 class Timing:
-    """Timing of candidates: how many requests at a time, and on how many."""
+    """Settings of the timing: the number of requests at a time, and the number of all requests."""
 
     batch_size: int = 1
     num_live_prompts: int = 8
@@ -141,7 +144,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Candidates that were replayed, those that were run once, and the results for the best."""
+    """Candidates that were replayed, candidates that were run once, and the results for the best."""
 
     search: Search
     tried: list[Measured]
@@ -149,7 +152,7 @@ class Tuned:
 
 
 def tune(llm: LLM, answered: Answered, scope: Scope, timing: Timing, progress: Progress) -> Tuned:
-    """Predict by replay or run once, time the best in turn, recommend."""
+    """Tune: predict candidates by replay, or run them once; then time the best in turn, and recommend one."""
     llm.measure_costs()
     config = llm.engine.config
     cost = Cost(CostModel(config.step_costs, config.host_s), llm.engine.max_num_tokens)
@@ -200,7 +203,9 @@ def _try_models(
 
 
 def _chains(lookups: Sequence[Speculation], own: Speculation) -> list[Speculation]:
-    """The best lookup beside the target's own copy, or the draft model."""
+    """Candidates that join the best lookup with the self-draft copy, or with the draft model; empty if there is no
+    lookup.
+    """
     best = next((one.lookup for one in lookups if one.lookup is not None), None)
     if best is None:
         return []
@@ -215,7 +220,7 @@ def _confirm(
     others: Sequence[Speculation],
     progress: Progress,
 ) -> Confirmation:
-    """The candidates on some of the requests: replayed once more where they can be, and run."""
+    """The best candidates on some of the requests: run, and, if possible, replayed once more on the same requests."""
     replayed = [sample.replay(candidate) for candidate in replayable]
     with progress("timing", live.num_rounds) as advance:
         measured = live.measure([*replayable, *others], advance)
@@ -231,8 +236,8 @@ def _confirm(
 
 
 def _warn_of_other_outputs(traces: Sequence[Trace], measured: Measured) -> None:
-    """Warn if the engine's outputs differ from the traces: these may come from another model, and predictions would be
-    wrong.
+    """Warn if the engine's outputs differ from the traces, which may then come from another model, so that predictions
+    would be wrong.
     """
     answers = [tuple(sequence.output_tokens) for sequence in measured.generation.sequences]
     num_other = sum(one != t.output_tokens for one, t in zip(answers, traces, strict=True))

@@ -1,7 +1,7 @@
 """Choice of the drafter that fits a model: the speed of each, predicted from sampled answers and the costs of steps.
 
-Lookups are replayed. Drafters with a model are run on the sample, with drafts of one token and of their usual length:
-which tokens were accepted, and how long the drafts took, gives the speed for the lengths between too.
+Lookups are replayed. Drafters with a model are run on the sample, with drafts of one token and of their usual length.
+The accepted tokens and the time of the drafts also give the speed for the lengths between.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,9 @@ from runtime.measure.tuning.tune import Answered, Progress
 
 @dataclass(frozen=True)
 class Rival:
-    """A way to draft with what it promises: tokens of a step, seconds of a draft, and of all after the prompts."""
+    """A drafter with its promises: tokens of a step, seconds of a draft, and seconds of everything after the context
+    phase.
+    """
 
     candidate: Speculation
     tokens_per_step: float
@@ -34,7 +36,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Sample:
-    """The target's answers, and the seconds of its steps without a drafter: measured, and as their costs say."""
+    """The target's answers, and the seconds of its steps without a drafter: measured, and predicted from step costs."""
 
     llm: LLM
     answered: Answered
@@ -43,7 +45,7 @@ class Sample:
 
     @property
     def factor(self) -> float:
-        """Measured ÷ predicted seconds of steps: 2 where they took twice what their costs say."""
+        """Measured ÷ predicted seconds of steps: 2 if they took twice as long as their costs predict."""
         return self.measured_s / self.predicted_s
 
     @property
@@ -58,12 +60,12 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens after the first of each answer, which the prompt's step gives."""
+        """Number of tokens after the first of each answer, which comes from the context phase."""
         return sum(len(trace.output_tokens) - 1 for trace in self.answered.traces)
 
     @property
     def context_len(self) -> int:
-        """Tokens before an output's middle, on average."""
+        """Number of tokens before the middle of an output, on average."""
         traces = self.answered.traces
         return sum(len(t.prompt_tokens) + len(t.output_tokens) // 2 for t in traces) // len(traces)
 
@@ -81,7 +83,7 @@ def open_sample(llm: LLM, answered: Answered, progress: Progress) -> Sample:
 
 
 def rivals_of_lookups(sample: Sample, progress: Progress) -> list[Rival]:
-    """No drafter, which is first, and the best lookup, by replay."""
+    """Rivals by replay: *no drafter*, then the best lookup."""
     search = Search(sample.replayer, min(10, sample.llm.engine.max_draft_len), NO_SPECULATION, False)
     with progress("replaying lookups", search.most) as advance:
         search.run(advance)
@@ -120,7 +122,7 @@ def rival_of_model(sample: Sample, llm: LLM, drafter: DrafterSpec, progress: Pro
 
 
 def survivals_of(run: Measured, longest: int) -> list[float]:
-    """The share of drafts whose first token was accepted, whose first two were, and so on."""
+    """The shares of drafts whose first token was accepted, whose first two tokens were, and so on."""
     total = sum_stats(sequence.stats for sequence in run.generation.sequences)
     histogram = [*total.acceptance_histogram, *[0] * (longest + 1)][: longest + 1]
     num_drafts = max(sum(histogram), 1)
@@ -128,7 +130,7 @@ def survivals_of(run: Measured, longest: int) -> list[float]:
 
 
 def _drafting_s(run: Measured) -> float:
-    """Seconds of a draft, on average; the prompts' steps have none."""
+    """Mean seconds of a draft; steps of the context phase have none."""
     times = run.generation.times
     return times.draft_time_s / max(times.num_iterations - len(run.generation.sequences), 1)
 

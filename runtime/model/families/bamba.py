@@ -1,4 +1,4 @@
-"""Bamba, Granite 4 and Falcon-H1: Mamba 2's mixers between layers of attention, or beside them."""
+"""Bamba, Granite 4 and Falcon-H1: Mamba 2's mixers between layers of attention, or beside attention in a layer."""
 
 from runtime.model.families.family import Family
 from runtime.model.mixers import Mamba2

@@ -1,4 +1,4 @@
-"""BLOOM: a logit loses with each token between query and key."""
+"""BLOOM: each token between query and key lowers the logit (ALiBi)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""DBRX: experts whose weights are one matrix."""
+"""DBRX: the weights of all experts are one matrix."""
 
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from runtime.model.replaced import Replaced, attends_by_ours
 
 
 class DbrxExperts(Replaced):
-    """Experts whose weights are one matrix, in which one follows another."""
+    """Experts whose weights are one matrix, one behind the other."""
 
     mlp: Any
     num_experts: int

@@ -1,4 +1,4 @@
-"""DiffLlama: a layer attends twice, and subtracts."""
+"""DiffLlama: a layer attends twice, and subtracts the second result."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from runtime.model.replaced import Replaced, attends_by_ours, own_module
 
 
 class DiffLlamaAttention(Replaced):
-    """Both halves of a layer's values get the same queries and keys: attended to at once, as values of twice the
-    length.
+    """Attention in which both halves of a layer's values have the same queries and keys, so that they are computed at
+    once, as values of twice the length.
     """
 
     head_dim: int

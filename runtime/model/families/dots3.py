@@ -1,4 +1,4 @@
-"""dots 3 note: an index of keys."""
+"""dots 3 note, which chooses keys by an index."""
 
 from runtime.model.families.family import Family
 from runtime.model.replaced import Indexed, Indexer

@@ -1,4 +1,4 @@
-"""The language model inside ERNIE 4.5's models of images."""
+"""The language model inside ERNIE 4.5's vision models."""
 
 from runtime.model.families.family import Family
 

@@ -1,4 +1,4 @@
-"""Falcon: attention of its own, and linear layers of its own."""
+"""Falcon, which has attention and linear layers of its own."""
 
 from typing import Any
 
@@ -10,7 +10,9 @@ from runtime.model.replaced import Attends, OwnAttentionModel, own_module, taken
 
 
 class FalconAttention(Attends):
-    """Keys and values of all the query heads that share them are computed once, of old and new architectures alike."""
+    """Attention that computes the keys and values shared by several query heads once, for old and new architectures
+    alike.
+    """
 
     query_key_value: nn.Module
     dense: nn.Module

@@ -1,4 +1,4 @@
-"""Gemma 2 to 4: windows, caps, and ropes by type of layer."""
+"""Gemma 2 to 4: windows, logit caps, and ropes by type of layer."""
 
 from statistics import NormalDist
 
@@ -10,7 +10,7 @@ from runtime.model.replaced import Replaced, attends_by_ours
 
 
 class SparseLayer(Replaced):
-    """A feed-forward layer that keeps the largest gates: those that lie far enough above a token's mean."""
+    """A feed-forward layer that keeps only the largest gates: those far enough above a token's mean."""
 
     activation_sparsity: float
 

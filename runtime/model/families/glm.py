@@ -1,4 +1,4 @@
-"""GLM's models with an index of keys, and the language models inside GLM's models of images."""
+"""GLM's models that choose keys by an index, and the language models inside GLM's vision models."""
 
 from runtime.model.families.family import Family
 from runtime.model.mixers import KimiDelta

@@ -1,4 +1,4 @@
-"""GPT-J, CodeGen, GPT-Neo and GPT-NeoX Japanese: attention in a method of their own."""
+"""GPT-J, CodeGen, GPT-Neo and GPT-NeoX Japanese, which compute attention in a method of their own."""
 
 from runtime.model.families.family import Family
 from runtime.model.replaced import OwnAttention, OwnAttentionModel

@@ -1,4 +1,4 @@
-"""HRM: each layer is passed several times, each time with its own keys and values."""
+"""HRM, in which a token passes each layer several times, each time with separate keys and values."""
 
 from typing import Any
 

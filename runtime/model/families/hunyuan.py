@@ -1,4 +1,4 @@
-"""Hunyuan V4, with an index of keys, and the language model inside Hunyuan's models of images."""
+"""Hunyuan V4, which chooses keys by an index, and the language model inside Hunyuan's vision models."""
 
 from runtime.model.families.family import Family
 from runtime.model.replaced import Indexed, Indexer

@@ -1,4 +1,4 @@
-"""Jamba: Mamba's mixers, with norms of what the scan reads, between layers of attention."""
+"""Jamba: Mamba's mixers, whose scan inputs have norms, between layers of attention."""
 
 from runtime.model.families.family import Family
 from runtime.model.mixers import MambaMixer

@@ -1,4 +1,4 @@
-"""JetMoE: experts in its feed-forward layers and in the queries of its attention."""
+"""JetMoE, which has experts in its feed-forward layers and for the queries of its attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from runtime.model.replaced import Replaced, attends_by_ours, own_module
 
 
 class JetMoe(Replaced):
-    """Linear layers chosen by a router for each token: in the feed-forward layer, and for the queries."""
+    """Linear layers of which a router chooses some for each token: in the feed-forward layer, and for the queries."""
 
     input_linear: Any  # of weights (E, outputs, inputs)
     output_linear: Any
@@ -22,7 +22,9 @@ class JetMoe(Replaced):
     bias: Tensor
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers and weights of the chosen linear layers, [S, k] each, and the router's logits, from [S, C]."""
+        """Numbers and weights of the chosen linear layers, [tokens, k] each, and the router's logits, from inputs
+        [tokens, C].
+        """
         logits = self.router.layer(x).float()
         best, chosen = logits.topk(self.router.top_k, dim=1)
         return chosen, best.softmax(1).type_as(x), logits
@@ -31,7 +33,7 @@ class JetMoe(Replaced):
         return chosen_product(self.model_config, linear.weight, x, chosen.flatten())
 
     def _summed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Weighted sum [1, S, C] of the chosen layers' outputs, [S x k, inner size]."""
+        """Weighted sum [1, tokens, C] of the chosen layers' outputs; x is [tokens x k, inner size]."""
         outputs = self._chosen(self.output_linear, x, chosen) * weights.reshape(-1, 1)
         return (outputs.view(*chosen.shape, -1).sum(1) + self.bias)[None]
 
@@ -46,8 +48,8 @@ class JetMoe(Replaced):
 
 
 class JetMoeAttention(Replaced):
-    """The query heads that share a K/V head, one for each chosen expert, lie side by side, so K/V heads are not
-    repeated.
+    """Attention in which the query heads that share a K/V head, one for each chosen expert, lie side by side, so that
+    K/V heads are not repeated.
     """
 
     experts: Any

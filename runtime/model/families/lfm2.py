@@ -10,7 +10,7 @@ from runtime.model.mixers import Mixer
 
 
 class ShortConv(Mixer):
-    """The forward of `Lfm2ShortConv` and its like, of one row of B x Q tokens."""
+    """Forward of `Lfm2ShortConv` and similar modules, for one row of B x Q tokens."""
 
     in_proj: nn.Linear
     out_proj: nn.Linear

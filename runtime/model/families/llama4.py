@@ -1,4 +1,6 @@
-"""Llama 4: queries with a temperature, rotation by complex numbers, and experts that each compute every token."""
+"""Llama 4: queries with a temperature, rotation by complex numbers, and experts each of which transformers has compute
+every token.
+"""
 
 from typing import Any
 
@@ -13,8 +15,8 @@ from runtime.model.replaced import Replaced, RotaryOfPairs
 
 
 class _Positions:
-    """Stands in the place of the number of cached tokens, to which transformers adds `arange(Q)`: the sum is the
-    positions of all rows.
+    """Stand-in for the number of cached tokens, to which transformers adds `arange(Q)`: the sum is the positions of all
+    rows.
     """
 
     def __init__(self, positions: Tensor) -> None:
@@ -38,7 +40,9 @@ class _KeepsNothing:
 
 
 class TemperedAttention(Replaced):
-    """Queries of layers without rotation are scaled by a temperature that depends on their positions."""
+    """Attention in which queries of layers without rotation are multiplied by a temperature that depends on their
+    positions.
+    """
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Any:
         paged: PagedInputs | Recorded | None = kwargs.get("paged")
@@ -52,7 +56,7 @@ class RealRotary(RotaryOfPairs):
 
 
 class Mixture(Replaced):
-    """Each expert computes only the tokens that have chosen it."""
+    """Mixture in which each expert computes only the tokens that have chosen it."""
 
     top_k: int
     router: nn.Linear

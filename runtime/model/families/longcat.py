@@ -1,4 +1,4 @@
-"""LongCat-Flash: some experts return their input."""
+"""LongCat-Flash, some of whose experts return their input unchanged."""
 
 from collections.abc import Callable
 from functools import partial

@@ -14,9 +14,8 @@ class Block(Layer):
 
 
 class MambaModel(Replaced):
-    """The model passes the step's paged inputs on to its layers, and no mask: a step has no padding.
-
-    All layers get numbers in the dtype that the first layer gives to the embeddings.
+    """Model that passes the step's paged inputs on to its layers, and no mask, since a step has no padding. All layers
+    get numbers in the dtype that the first layer gives to the embeddings.
     """
 
     backbone: nn.Module

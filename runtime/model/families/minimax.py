@@ -13,7 +13,7 @@ from runtime.model.mixers import Mixer
 
 
 class LightningAttention(Mixer):
-    """The forward of `MiniMaxLightningAttention`: linear attention whose decay is a constant of each head.
+    """Forward of `MiniMaxLightningAttention`: linear attention whose decay is a constant for each head.
 
     https://arxiv.org/abs/2405.17381
     """
@@ -33,7 +33,7 @@ class LightningAttention(Mixer):
         self.register_buffer("slopes", self.slopes_of_heads(model.device), persistent=False)
 
     def slopes_of_heads(self, device: torch.device) -> Tensor:
-        """`get_slope_rate`, rounded as in a 16-bit model."""
+        """Decay of each head, as from `get_slope_rate`, rounded as in a 16-bit model."""
         factor = 1 - self.layer_idx / (self.num_hidden_layers - 1 + 1e-5) + 1e-5
         exponents = torch.arange(self.num_attention_heads, device=device) + 1
         return 2.0 ** (-8 / self.num_attention_heads * exponents.float()) * factor

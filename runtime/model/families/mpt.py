@@ -1,4 +1,4 @@
-"""MPT: a logit loses with each token between query and key."""
+"""MPT: each token between query and key lowers the logit (ALiBi)."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -39,7 +39,7 @@ class MptAttention(Biased):
 
 
 def _mask_anyway(module: Any) -> None:
-    """Give MPT's model a mask, which it asks for with another dtype, although attention takes none."""
+    """Give MPT's model a mask, which it expects in another dtype, although attention takes none."""
     theirs: Callable[..., Tensor | None] = module.create_causal_mask
     if hasattr(theirs, "or_none"):
         return

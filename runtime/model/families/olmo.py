@@ -1,4 +1,4 @@
-"""OLMo's hybrid of attention and a gated delta rule, and OLMoE."""
+"""OLMo's hybrid of attention and a gated delta rule; and OLMoE."""
 
 from runtime.model.families.family import Family
 from runtime.model.mixers import DeltaNet

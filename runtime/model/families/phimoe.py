@@ -1,4 +1,4 @@
-"""PhiMoE: keeps the first set of longrope factors, and changes their scale."""
+"""PhiMoE, which keeps the first set of longrope factors and changes their scale."""
 
 from runtime.model.families.family import Family
 

@@ -1,4 +1,4 @@
-"""Qwen 2 and 3, and the language models inside their models of images and sounds."""
+"""Qwen 2 and 3, and the language models inside Qwen's vision and audio models."""
 
 from runtime.model.families.family import Family
 from runtime.model.replaced import EqualPositions

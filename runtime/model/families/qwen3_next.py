@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen 3.5 and their like: three layers of a gated delta rule, then one of attention."""
+"""Qwen3-Next, Qwen 3.5 and similar models: three layers of a gated delta rule, then a layer of attention."""
 
 from runtime.model.families.family import Family
 from runtime.model.mixers import DeltaNet

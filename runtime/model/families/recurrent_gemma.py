@@ -13,7 +13,7 @@ from runtime.model.mixers import Mixer
 
 
 class GriffinBlock(Mixer):
-    """The forward of `RecurrentGemmaRecurrentBlock`: a convolution, and the RG-LRU with gates by blocks."""
+    """Forward of `RecurrentGemmaRecurrentBlock`: a convolution, and the RG-LRU with gates by blocks."""
 
     linear_x: nn.Linear
     linear_y: nn.Linear
@@ -31,7 +31,7 @@ class GriffinBlock(Mixer):
         steps = _by_blocks(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias).sigmoid().float()
         decay = -8.0 * F.softplus(unit.recurrent_param.float())
         position = kwargs["position_ids"].float().unsqueeze(-1)
-        kept = torch.exp(2.0 * (steps * decay)) * position.clamp(max=1.0)  # none of what is before the first token
+        kept = torch.exp(2.0 * (steps * decay)) * position.clamp(max=1.0)  # 0 for inputs before the first token
         added = (x * input_gate).float() * torch.sqrt(1.0 + -kept)
         one = position * 0.0 + 1.0  # a channel has one number
         scanned = states.scan((added, steps, one, one), decay.unsqueeze(0)).to(x.dtype)
@@ -39,7 +39,9 @@ class GriffinBlock(Mixer):
 
 
 def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Product of tokens [1, B x Q, C] with a matrix of H blocks [C / H, C / H] on its diagonal, and 0 elsewhere."""
+    """Product of tokens [1, B x Q, C] with a matrix that has H blocks [C / H, C / H] on its diagonal, and
+    0 elsewhere.
+    """
     parts = x.chunk(len(weight), dim=-1)
     return torch.cat([F.linear(part, weight[i].t(), bias[i]) for i, part in enumerate(parts)], dim=-1)
 

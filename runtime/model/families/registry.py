@@ -47,7 +47,7 @@ def published_type(model_type: str) -> str:
 
 
 def replacement_of(class_name: str) -> type[Replaced] | None:
-    """The class that replaces a class of transformers' modules, if a family has one."""
+    """The class that replaces a class of transformers' modules; None if no family has a replacement."""
     return _replaced.get(class_name)
 
 

@@ -1,4 +1,4 @@
-"""Solar Open and Kolibri 1, whose configs name a width that no layer has."""
+"""Solar Open and Kolibri 1, whose configs state a width that no layer has."""
 
 from runtime.model.families.family import Family
 

@@ -1,4 +1,4 @@
-"""StableLM: layers do not hand keywords on to their attention."""
+"""StableLM, whose layers do not pass keywords on to their attention."""
 
 from runtime.model.families.family import Family
 from runtime.model.replaced import Layer

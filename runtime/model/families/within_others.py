@@ -1,4 +1,4 @@
-"""Language models inside models of images or sounds, which need nothing but an output layer."""
+"""Language models inside vision and audio models that need only an output layer."""
 
 from runtime.model.families.family import Family
 from runtime.model.replaced import EqualPositions

@@ -1,4 +1,4 @@
-"""Zamba and Zamba 2: mixers, and one layer of attention whose weights several layers share."""
+"""Zamba and Zamba 2: mixers, and a layer of attention whose weights several layers share."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from runtime.model.replaced import NumberedLayer
 
 
 class ZambaMixer(MambaMixer):
-    """The forward of `ZambaMambaMixer`, each of whose heads has its own scan, keys and queries."""
+    """Forward of `ZambaMambaMixer`, in which each head has its own scan, keys and queries."""
 
     x_proj_weight: Tensor  # (heads, rank + 2 N, C / heads)
     dt_proj_weight: Tensor  # (heads, C / heads, rank)
