@@ -36,8 +36,7 @@ QUICK = {
 """The tests of the core. Those of them that compile nothing are `quick`."""
 WAITING = {
     *("commands/test_engine_cache.py", "commands/test_errors_before_torch.py", "runtime/drafters/test_plugins.py"),
-    *("serving/test_serving_launch.py", "test_gpu_check.py", "test_places.py", "test_real_model.py"),
-    *("test_sentences.py", "test_faults.py"),
+    *("serving/test_serving_launch.py", "test_gpu_check.py", "test_sentences.py"),
 }
 _STDERR = pytest.StashKey[int]()
 

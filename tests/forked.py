@@ -156,6 +156,7 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
+_MODULE = f"program, sys.argv[:3] = {MAIN!r}, ['specdec']"
 _PYTHON = """place = sys.argv.index("-c") + 1
 program, sys.argv[:place + 1] = sys.argv[place], ["-c"]"""
 
@@ -293,6 +294,11 @@ def command(made: Path, directory: Path) -> Path:
 def python(made: Path, directory: Path) -> Path:
     """The same for `python`: it takes options, a program behind `-c`, which a fork carries out, and its arguments."""
     return _script(made, directory, _PYTHON, "*sys.argv[1:]")
+
+
+def module(made: Path, directory: Path) -> Path:
+    """The same for `python -m specdec_cli`."""
+    return _script(made, directory, _MODULE, "*sys.argv[1:]")
 
 
 def _script(made: Path, directory: Path, program: str, otherwise: str) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from strength import draws
 from torch import Tensor
 from transformers import (
     Gemma4AssistantConfig,
@@ -463,6 +464,11 @@ class AssistantReference:
             layer.self_attn.store_full_length_kv = mode
         self.known.append((tokens, output.last_hidden_state, dict(shared)))
         return self.known[-1]
+
+
+def some(seen: Seq[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
+    """Every third of the drafts and the texts that they are for, the longest texts first; all of them with `--slow`."""
+    return sorted(seen, key=lambda one: -len(one[0]))[:: draws(1, 3)]
 
 
 def hidden_states(target: PreTrainedModel, tokens: list[int], numbers: Seq[int]) -> Tensor:

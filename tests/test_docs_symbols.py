@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -64,9 +65,11 @@ def own_names() -> frozenset[str]:
         names.add(path.stem)
         if path.name.startswith("test_"):
             continue  # pages name what a test is called, and helpers
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not (isinstance(node, ast.Constant) and ROOT / "tests" in path.parents):  # others' keys, in configs
-                names.update(names_of(node))
+        text = path.read_text(encoding="utf-8")
+        if ROOT / "tests" in path.parents:  # whose strings are others' keys, in configs
+            names.update(name for node in ast.walk(ast.parse(text)) for name in names_of(node))
+        else:
+            names.update(names_in(compile(text, path, "exec")))
     for suffix in (".json", ".cpp", ".h", ".toml", ".yml", ".pbtxt", ".html"):
         for path in sources(suffix):
             names.update(_IDENTIFIER.findall(path.read_text(encoding="utf-8")))
@@ -96,8 +99,19 @@ def names_of(node: ast.AST) -> Iterator[str]:
             yield name
         case ast.alias(name=name):
             yield from name.split(".")
-        case ast.Constant(value=str(text)) if _KEY.fullmatch(text):
-            yield from _IDENTIFIER.findall(text)
+
+
+def names_in(value: object) -> Iterator[str]:
+    """The same of what is compiled, which takes a third of the time, and strings that are nothing but a key."""
+    match value:
+        case CodeType():
+            yield from (*value.co_varnames, *value.co_freevars, value.co_name)
+            yield from (part for name in value.co_names for part in name.split("."))
+            yield from (name for one in value.co_consts for name in names_in(one))
+        case tuple() | frozenset():
+            yield from (name for one in value for name in names_in(one))
+        case str() if _KEY.fullmatch(value):
+            yield from _IDENTIFIER.findall(value)
 
 
 def spans(text: str) -> list[str]:

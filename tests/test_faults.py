@@ -62,6 +62,7 @@ def test_value():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("after", "said"), [("return 2", "test_value.py::test_value"), ("return 0", "SURVIVED")])
 def test_faults_are_caught_or_survive_or_hang_and_are_taken_out_again(after: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()

@@ -23,6 +23,7 @@ def check(output: Path, *arguments: str) -> tuple[int, dict[str, Row], str]:
     return ended.returncode, {row["part"]: Row(**row) for row in document["parts"]}, ended.stdout
 
 
+@pytest.mark.slow
 def test_parts_run_in_order_and_what_does_not_fit_is_named(tmp_path: Path) -> None:
     status, rows, said = check(tmp_path / "report", "--parts", "machine", "--budget-s", "500")
     assert (status, rows["machine"].status) == (0, "passed"), rows["machine"].said
@@ -34,9 +35,7 @@ def test_parts_run_in_order_and_what_does_not_fit_is_named(tmp_path: Path) -> No
     assert list(rows) == list(PARTS)
 
 
-@pytest.mark.parametrize(
-    "name", ["batches", *(pytest.param(n, marks=pytest.mark.slow) for n in PARTS if n != "batches")]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in PARTS])
 def test_part_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
     values = PARTS[name].run(Setting("cpu", "tiny", tmp_path))
     assert json.dumps(values)

@@ -4,12 +4,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import sentences
+from forked import Forks
 
 TEST = """
 pytest_plugins = ("sentences",)
@@ -24,31 +23,34 @@ def test_two_again(said):
 """
 
 
-def pytest_of(directory: Path, *arguments: str, sentence: str = "too many tokens", value: int = 97) -> str:
+RUN = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+
+def pytest_of(
+    forks: Forks, directory: Path, *arguments: str, sentence: str = "too many tokens", value: int = 97
+) -> str:
     (directory / "test_some.py").write_text(TEST.format(sentence=sentence, value=value))
-    command = [
-        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=line", "--rootdir", directory, *arguments,
-    ]  # fmt: skip
+    given = ["-p", "no:cacheprovider", "--tb=line", "--rootdir", directory, *arguments]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    done = forks.run(*given, program=RUN, environment=environment, directory=directory)
     return (done.stdout + done.stderr).splitlines()[-1]
 
 
-def test_a_sentence_is_held_until_the_flag_keeps_another(tmp_path: Path) -> None:
+def test_a_sentence_is_held_until_the_flag_keeps_another(forks: Forks, tmp_path: Path) -> None:
     """The flag keeps no other value, and removes what no test says any more."""
     directory = tmp_path / "tests"
     (directory / "sentences").mkdir(parents=True)
     shutil.copy(sentences.__file__, directory)
     (directory / "conftest.py").write_text('pytest_plugins = ("sentences",)\n')
-    assert "3 passed" in pytest_of(directory, "--update-sentences")
+    assert "3 passed" in pytest_of(forks, directory, "--update-sentences")
     held = directory / "sentences" / "run.json"
-    assert "3 passed" in pytest_of(directory)
-    assert "1 failed, 2 passed" in pytest_of(directory, sentence="a token too many")
-    assert "1 failed, 2 passed" in pytest_of(directory, "--update-sentences", value=9)
+    assert "3 passed" in pytest_of(forks, directory)
+    assert "1 failed, 2 passed" in pytest_of(forks, directory, sentence="a token too many")
+    assert "1 failed, 2 passed" in pytest_of(forks, directory, "--update-sentences", value=9)
     more = {"test_some.py::test_one (2)": "error: another", "test_some.py::test_gone": "error: of a test that is gone"}
     held.write_text(json.dumps(json.loads(held.read_text()) | more))
-    assert "1 error" in pytest_of(directory)
-    assert "3 passed" in pytest_of(directory, "--update-sentences", sentence="a token too many")
+    assert "1 error" in pytest_of(forks, directory)
+    assert "3 passed" in pytest_of(forks, directory, "--update-sentences", sentence="a token too many")
     assert json.loads(held.read_text()) == {"test_some.py::test_one": "error: a token too many: 97"}
     (others,) = json.loads((directory / "sentences" / "some.json").read_text()).items()
     assert others == ("test_some.py::test_two", "no second")

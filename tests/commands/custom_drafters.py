@@ -57,13 +57,6 @@ class DrawsFromAnotherDistribution(Draws):
         self.told = self.distribution.flip(0)
 
 
-class DrawsOneWord(_Drafter):
-    """Always proposes the same token, and says that any was as likely."""
-
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return [Draft([5], torch.full((1, VOCAB_SIZE), 1 / VOCAB_SIZE)) for _ in sequences]
-
-
 class MixesUpBlocks(_Drafter):
     """Does to the K/V cache what a bug in its bookkeeping would, before the 5th token of an output."""
 
@@ -102,10 +95,6 @@ class RaisesWhenItForgets(_Drafter):
 class WithoutForget:
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         return [Draft([]) for _ in sequences]
-
-
-def adds_nothing() -> _Drafter:
-    return _Drafter()
 
 
 def raises() -> None:

@@ -57,7 +57,7 @@ def texts(row: Row) -> list[str]:
 
 
 @pytest.fixture
-def batch(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path) -> Batch:
+def batch(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> Batch:
     """`batch(rows, …)`: the results go to `results.jsonl` in `tmp_path`, unless the file is named."""
 
     def call(rows: list[Row] | None, *arguments: object, output: str = "results.jsonl") -> Result:
@@ -65,18 +65,18 @@ def batch(specdec: Specdec, llama_uncompiled_dir: Path, tmp_path: Path) -> Batch
             write(tmp_path / "requests.jsonl", rows)
         files = {"-i": tmp_path / "requests.jsonl", "-o": tmp_path / output}
         files = [part for flag, path in files.items() if flag not in arguments for part in (flag, path)]
-        return specdec("batch", *files, "--engine-dir", llama_uncompiled_dir, *arguments)
+        return specdec("batch", *files, "--engine-dir", llama_engine_dir, *arguments)
 
     return call
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, llama_uncompiled_dir: Path) -> bytes:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, llama_engine_dir: Path) -> bytes:
     """The results of `requests()`, by a process that nothing happened to, without a drafter."""
     forks.import_all()
     directory = tmp_path_factory.mktemp("undisturbed")
     write(directory / "requests.jsonl", requests())
-    assert finish(start(arguments(llama_uncompiled_dir), directory), directory) == 0
+    assert finish(start(arguments(llama_engine_dir), directory), directory) == 0
     assert tree(directory) == ["errors", "requests.jsonl", "results.jsonl"]
     return (directory / "results.jsonl").read_bytes()
 
@@ -197,13 +197,11 @@ def test_a_torn_line_is_done_again(torn: bytes, batch: Batch, undisturbed: bytes
     assert not partial.exists()
 
 
-def test_ctrl_c_keeps_what_is_done(
-    undisturbed: bytes, llama_uncompiled_dir: Path, tmp_path: Path, batch: Batch
-) -> None:
-    rows = [*requests(), openai("long", prompt="dog", max_tokens=100, n=20, ignore_eos=True)]
+def test_ctrl_c_keeps_what_is_done(undisturbed: bytes, llama_engine_dir: Path, tmp_path: Path, batch: Batch) -> None:
+    rows = [*requests(), openai("long", prompt="dog", max_tokens=100, ignore_eos=True)]
     write(tmp_path / "requests.jsonl", rows)
     partial, gate = tmp_path / "results.jsonl.partial", Gate(tmp_path, num_steps=40)
-    process = start(arguments(llama_uncompiled_dir), tmp_path, gate)
+    process = start(arguments(llama_engine_dir), tmp_path, gate)
     wait_for(lambda: gate.is_reached, process)
     os.kill(process, signal.SIGINT)
     assert finish(process, tmp_path) == 130

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command_line import (
     NGRAM,
     PROMPTS,
@@ -163,18 +162,6 @@ def test_changed_output_is_caught_and_located(
     said(line_of(shown, "lossless check"), "FAILED", "0", "3")
     for difference in check["differences"]:
         assert str(difference["token_without_drafter"]) in line_of(shown, f"request {difference['request']} ")
-
-
-def test_engine_of_16_bits_passes(
-    specdec: Specdec, make_draft_engine_dir: MakeDraftEngineDir, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Near ties may come and are counted apart."""
-    model = make_model("llama", vocab_size=len(tokenizer)).to(torch.bfloat16)
-    half_engine_dir = make_draft_engine_dir(model, **WITH_DRAFTS)
-    arguments = ["--engine-dir", half_engine_dir, *each("--input-text", PROMPTS[:2]), "--max-output-len", 60]
-    document = specdec("run", *arguments, "--ngram-config", "[10,1,[0]]", "--check-lossless", "--json").document
-    check = lossless_of(document)
-    assert (check["dtype"], check["num_different"], check["passed"]) == ("bfloat16", 0, True)
 
 
 def test_check_of_nothing_that_was_drafted_says_so(

@@ -73,6 +73,7 @@ def test_two_local_workers_write_the_same_bytes(
 ) -> None:
     write(tmp_path / "requests.jsonl", requests(40))
     flags = ["--ray", "local", "--num-workers", 2, "--ngram-config", "4,2", "--ngram-pool", "public", "--json"]
+    flags += ["--draft-len-mode", "fixed"]  # automatic lengths follow from times
     document = run(tmp_path, llama_uncompiled_dir, process_environment, *flags).document
     assert sum(document["workers"].values()) == 40 and document["num_draft_tokens"] > 0
     assert (tmp_path / "results.jsonl").read_bytes() == alone

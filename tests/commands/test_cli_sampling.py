@@ -2,35 +2,9 @@
 
 from collections.abc import Callable
 
-import pytest
-from command_line import PROMPT, PROMPTS, Result, each, ids_of
-from sentences import Said
-from tiny import hf_greedy
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from command_line import PROMPTS, Result, each, ids_of
 
 Run = Callable[..., Result]
-
-
-@pytest.mark.parametrize(
-    ("flags", "warning"),
-    [
-        (["--top-k", 1], None),
-        (["--temperature", 0], None),
-        (["--temperature", 0, "--top-k", 50, "--top-p", 0.9], "`--temperature 0`; `--top-k`"),
-        (["--top-k", 1, "--min-p", 0.1], "`--top-k 1`; `--temperature`"),
-    ],
-)
-def test_top_k_1_and_temperature_0_are_greedy(
-    run: Run, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, flags: list[object], warning: str | None,
-    said: Said,
-) -> None:  # fmt: skip
-    result = run(*flags, "--random-seed", 3, "--max-output-len", 16, "--json")
-    assert ids_of(result.document) == [hf_greedy(llama, tokenizer(PROMPT)["input_ids"], 16, eos_token_id=2)]
-    if warning is None:
-        assert result.stderr == ""
-    else:
-        assert result.stderr.startswith("warning: ") and result.stderr.count("\n") == 1
-        said(result, *warning.split("; "))
 
 
 def test_document_records_the_sampling_parameters(run: Run) -> None:

@@ -75,6 +75,7 @@ def test_leader_mode_answers_a_batch_of_different_lengths_as_hf_does(
 ) -> None:
     """Prompts have different lengths, and so have outputs, because a common token ends them."""
     flags = ["--spec-decode-algo", "NGRAM", "--spec-decode-max-draft-len", 3, "--check-lossless"]
+    flags += ["--draft-len-mode", "fixed"]  # automatic lengths follow from times
     output = ["--output-len", 24, "--report", tmp_path / "page.html", "--json"]
     arguments = [*uneven, "--test-engine", "--test-hf", *flags, *output]
     every_token = [token for output_ids in outputs_of(summarize(*arguments).document) for token in output_ids]
@@ -207,7 +208,7 @@ SAMPLING = ["--temperature", 0.8, "--top-p", 0.95, "--random-seed", 3]
 
 def test_every_system_samples(summarize: Summarize) -> None:
     """Hugging Face as well, reproducibly; and otherwise than greedily."""
-    arguments = ["--test-engine", "--test-hf", "--output-len", 20, "--json"]
+    arguments = ["--test-engine", "--test-hf", "--output-len", 20, "--max-ite", 2, "--json"]
 
     def outputs(*flags: object) -> dict[str, list[list[int]]]:
         requests = sorted(summarize(*arguments, *flags).document["requests"], key=lambda request: request["id"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from forked import Forks
+from forked import MAIN, Forks, module
 from sentences import Said
 from serving_models import TEMPLATE, Listening
 from waiting import HANG_S, wait_until
@@ -129,7 +129,7 @@ def test_an_agent_asks_the_server_that_runs(
         assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
-def test_a_server_is_begun_with_what_fits_and_ended(forks: Forks, llama_dir: Path, home: Path) -> None:
+def test_a_server_is_begun_with_what_fits_and_ended(forks: Forks, shared: Path, llama_dir: Path, home: Path) -> None:
     """The template knows no tools, and the agent's question has one: that is seen to as well."""
     model_dir = home / "tiny-model"
     shutil.copytree(llama_dir, model_dir)
@@ -142,7 +142,9 @@ def test_a_server_is_begun_with_what_fits_and_ended(forks: Forks, llama_dir: Pat
         assert part in printed.stdout
     assert "warning: aider begins with about" in printed.stderr.lower() and "1,234" in printed.stderr
     assert not (home / "record.json").exists()
-    done = forks.run(*begun, environment=environment(home) | {"SPECDEC_API_KEY": "much-secret"})
+    python = module(home / "python", shared / "forks")  # a fork serves
+    program = f"import sys; sys.executable = {str(python)!r}; {MAIN}"
+    done = forks.run(*begun, program=program, environment=environment(home) | {"SPECDEC_API_KEY": "much-secret"})
     assert done.returncode == 7, done.stderr
     found = record(home)
     assert found["answered"]["model"] == "tiny-model" and found["answered"]["usage"]["completion_tokens"] == 3

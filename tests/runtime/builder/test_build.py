@@ -268,8 +268,14 @@ class _WrongExperts(TorchFunctionMode):
         return torch.return_types.topk((found.values, (found.indices + 1) % args[0].shape[-1]))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
-@pytest.mark.parametrize("wrong", ["experts", "weights"])
+@pytest.mark.parametrize(
+    ("wrong", "family"),
+    [
+        ("experts", "mixtral"),
+        ("weights", "qwen3-moe"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("weights", "mixtral"), ("experts", "qwen3-moe"))),
+    ],
+)
 def test_mixture_by_wrong_experts_is_refused(
     family: str, wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Said
 ) -> None:

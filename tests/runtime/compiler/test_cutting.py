@@ -125,11 +125,13 @@ def test_a_model_of_one_layer_is_not_cut() -> None:
     assert step.why_whole == "it has no list of several layers" and len(step.calls) == len(step.programs) == 1
 
 
-def test_layers_that_return_more_or_share_what_they_make_are_not_cut() -> None:
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bamba", "its layers return more than hidden states"),
+        pytest.param("gemma3n_text", "its layers share what they make", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_that_return_more_or_share_what_they_make_are_not_cut(family: str, reason: str) -> None:
     """Found before layers are calls: what follows them would be handed something else."""
-    reasons = {
-        "bamba": "its layers return more than hidden states",
-        "gemma3n_text": "its layers share what they make",
-    }
-    for family, reason in reasons.items():
-        assert cut(random_model(family, small_config(family), 0.3, 0.3)).why_whole == reason
+    assert cut(random_model(family, small_config(family), 0.3, 0.3)).why_whole == reason

@@ -246,7 +246,9 @@ def models() -> dict[str, PreTrainedModel]:
 @pytest.fixture(scope="module")
 def engine_dirs(models: dict[str, PreTrainedModel], make_engine_dir: Any) -> dict[str, Path]:
     return {
-        name: make_engine_dir(model, max_batch_size=128, max_input_len=16, max_seq_len=40, hidden_states=HEAD_READS)
+        name: make_engine_dir(
+            model, max_batch_size=128, max_input_len=16, max_seq_len=40, hidden_states=HEAD_READS, compiler="aot"
+        )
         for name, model in models.items()
     }
 

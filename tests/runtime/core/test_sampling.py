@@ -238,7 +238,11 @@ def engine_dirs(target: PreTrainedModel, make_engine_dir: Any) -> dict[str, Path
     with torch.no_grad():
         for parameter in similar.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
-    return {"target": make_engine_dir(target), "similar": make_engine_dir(similar, max_draft_len=0)}
+    compiled: dict[str, Any] = {"compiler": "aot"}  # hundreds of steps
+    return {
+        "target": make_engine_dir(target, **compiled),
+        "similar": make_engine_dir(similar, max_draft_len=0, **compiled),
+    }
 
 
 def make_drafter(name: str, dirs: dict[str, Path], *, use_logits: bool = False) -> Drafter | None:

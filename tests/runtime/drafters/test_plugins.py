@@ -54,8 +54,6 @@ for name, flags in {
     "chain": ["--drafters", "echo,ngram", "--echo-config", 3, "--ngram-config", "4,2"],
 }.items():
     found[name] = json.loads(specdec(*run, *flags, "--report", f"{home}/{name}.html"))
-sample = ["--dataset", f"{home}/samples.jsonl", "--max-ite", 1, "--output-len", 4, "--echo-config", 2, "--json"]
-found["summarize"] = json.loads(specdec("summarize", "--test-engine", "--engine-dir", engine, *sample))
 found["tune"] = json.loads(specdec("tune", "--traces", traces, "--json"))
 from commands.serve.protocol.schema import Speculative
 from runtime.builder.profile import drafter_record
@@ -96,7 +94,7 @@ def python(site: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_drafter_of_another_package_is_everywhere(tmp_path: Path, llama_uncompiled_dir: Path) -> None:
-    """Flags, lists, both modes, documents, schemas, reports, profiles, `summarize`, `tune`, requests to `serve` and
+    """Flags, lists, both modes, documents, schemas, reports, profiles, `tune`, requests to `serve` and
     Python have it; outputs stay the same.
     """
     (tmp_path / "site").mkdir()
@@ -105,7 +103,6 @@ def test_a_drafter_of_another_package_is_everywhere(tmp_path: Path, llama_uncomp
     (tmp_path / "site" / "echo_algorithm.py").write_text(ALGORITHM)
     traces = tmp_path / "traces.jsonl"
     traces.write_text(json.dumps({"prompt_ids": [5, 6, 7], "output_ids": [7, 7, 7, 7, 8, 8, 9]}) + "\n")
-    (tmp_path / "samples.jsonl").write_text(json.dumps({"text": "The dog", "reference": "The dog"}) + "\n")
     done = python(tmp_path / "site", "-c", USE, llama_uncompiled_dir, traces, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "of another package" not in done.stderr
@@ -121,7 +118,6 @@ def test_a_drafter_of_another_package_is_everywhere(tmp_path: Path, llama_uncomp
     settings = {"max_draft_len": 3, "loudness": 2, "pool": "private", "device_id": 0, "device_ids": [0]}
     assert found["V1"]["settings"]["echo_config"] == settings
     assert found["chain"]["settings"]["drafters"] == ["echo", "ngram"]
-    assert found["summarize"]["settings"]["drafters"] == ["echo"]
     assert "echo of the last token" in (tmp_path / "V1.html").read_text()
     assert found["profile"] == {"name": "echo", "max_draft_len": 2, "loudness": 1, "pool": "private"}
     assert found["python"][0] == plain["output_ids"] and found["python"][1] > 0

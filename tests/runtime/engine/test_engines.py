@@ -244,6 +244,7 @@ def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, k
     assert num_floats < sum(linear.weight.numel() for linear in linears) / 4  # the rest is embeddings and norms
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 def test_a_tied_engine_has_its_embeddings_once(tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are made from the output layer's integers. Gemma 3 270M had 335 MB more in bfloat16."""

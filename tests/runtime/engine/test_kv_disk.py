@@ -68,8 +68,9 @@ KINDS = ["sliding_attention", "full_attention"] * 2
 SHARED = {"layer_types": KINDS, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
 CASES: list[tuple[str, dict[str, Any]]] = [(family, {}) for family in FAMILIES]
 CASES += [("gemma3", {"kv_cache": "INT8"}), ("qwen3.5", {"kv_cache": "FP8", "dtype": "bfloat16"})]
-CASES += [("llama", {"tp_size": 2}), ("qwen3.5", {"tp_size": 2})]
+CASES += [("llama", {"tp_size": 2})]
 SLOW_CASES = [pytest.param(family, {}, marks=pytest.mark.slow) for family in SLOW]
+SLOW_CASES += [pytest.param("qwen3.5", {"tp_size": 2}, marks=pytest.mark.slow)]
 
 
 def name_of(one: Any) -> str:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,7 +193,9 @@ warnings.simplefilter("ignore")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell begins in the background ignores it
 from runtime.llm import LLM
 from runtime.core.params import SamplingParams
+from runtime.util import processes
 from pathlib import Path
+processes._PYTHON = sys.argv[2]
 with LLM(Path(sys.argv[1])) as llm:
     print(*llm.engine.ranks.pids, flush=True)
     while True:
@@ -203,8 +204,10 @@ with LLM(Path(sys.argv[1])) as llm:
 
 
 def test_nothing_is_left_when_rank_0_ends(split_engine_dir: Path) -> None:
+    """Both ranks are forks where there are some, which begin sooner."""
+    python = processes._PYTHON
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(split_engine_dir)],
+        [python, "-c", CHILD, str(split_engine_dir), python],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -13,16 +13,12 @@ from scripts.tools.cross import Target, check_syntax, compile_library, run, run_
 TARGETS = targets()
 
 
-CASES = [(run_few, "gcc x86-64"), *((check, name) for check in (run, compile_library) for name in TARGETS)]
+CASES = [(check_syntax, "gcc x86-64"), (run_few, "gcc x86-64")]
+CASES += [(check, name) for check in (run, compile_library) for name in TARGETS]
 
 
-@pytest.mark.parametrize(
-    ("check", "name"),
-    [
-        pytest.param(check_syntax, "gcc x86-64", id="check_syntax gcc x86-64"),
-        *(pytest.param(*case, id=f"{case[0].__name__} {case[1]}", marks=pytest.mark.slow) for case in CASES),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("check", "name"), CASES, ids=[f"{check.__name__} {name}" for check, name in CASES])
 def test_kernels_compile_and_are_their_formulas_by_every_compiler(
     check: Callable[[Target], tuple[bool, str]], name: str
 ) -> None:

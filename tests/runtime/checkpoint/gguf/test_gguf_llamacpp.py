@@ -72,6 +72,7 @@ YARN = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("architecture", "has_yarn"), [*((name, False) for name in GGUF_FAMILIES), ("qwen3", True), ("llama", True), *YARN]
 )
