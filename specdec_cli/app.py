@@ -13,6 +13,7 @@ import errno
 import inspect
 import io
 import os
+import shutil
 import signal
 import sys
 import warnings
@@ -41,15 +42,23 @@ from commands.drafters.command import drafters
 from commands.fingerprint.command import fingerprint
 from commands.integrity.command import verify
 from commands.launch.command import ARGUMENTS_OF_TOOL, launch
-from commands.options.foreign import Flags, without_foreign
+from commands.options.foreign import Flags, typed_spellings, without_foreign
 from commands.options.hints import hint_of, message_of, usage_message
 from commands.options.parameters import PREFIX, SECRET
-from commands.options.settings import begin, settle, told_origin
+from commands.options.settings import begin, settle, told_origin, trace
 from commands.options.shared import COMMON
-from commands.options.spellings import empty_value, normalize_name, read_arguments, with_usual_values
+from commands.options.spellings import TYPED, as_typed, empty_value, normalize_name, read_arguments, with_usual_values
 from commands.output.help import INPUT, option, sort_by_panel
 from commands.output.output import Output, fail, say_interrupted, warn
-from commands.output.short_help import WIDTH, overview, short_help, terminal_width
+from commands.output.short_help import (
+    LEAST_WIDTH,
+    WIDTH,
+    full_help,
+    needs_plain_help,
+    overview,
+    short_help,
+    terminal_width,
+)
 from commands.predict.command import predict
 from commands.regress.command import regress
 from commands.run.command import run
@@ -211,6 +220,10 @@ class _Command(TyperCommand):
             return
         all_params, self.params = self.params, sort_by_panel(self.params)
         _name_types(self.get_params(ctx), ctx)
+        if needs_plain_help(self, columns := shutil.get_terminal_size().columns):
+            formatter.write(full_help(self, max(columns, LEAST_WIDTH)))
+            self.params = all_params
+            return
         if self.name not in {command.__name__ for command in _LONG}:  # all flags have one, and there is one help
             for param in (one for one in self.params if isinstance(one, TyperOption)):
                 param.show_envvar = param.envvar is not None
@@ -219,6 +232,7 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = self._own_flags()
+        TYPED.set(typed_spellings(args, own))
         kept = with_usual_values(without_foreign(args, own), self.name or "")
         if not ctx.resilient_parsing:
             begin(ctx)
@@ -232,6 +246,9 @@ class _Command(TyperCommand):
             if not ctx.resilient_parsing:
                 settle(ctx)
             return rest
+        except UsageError:
+            trace(ctx)
+            raise
         except typer.TyperException as error:
             if getattr(error, "ctx", None) is None:
                 error.ctx = ctx  # type: ignore[attr-defined]  # so that the hint names the command
@@ -611,11 +628,11 @@ def _report(error: Exception) -> int:
         case _ if is_out_of_memory(error):
             return _report(out_of_memory(error).with_traceback(None))
         case SpecDecError():
-            fail(told_origin(message_of(error)), hint_of(error))
+            _fail(told_origin(message_of(error)), hint_of(error))
             return 2 if isinstance(error, UsageError) else 1
         case typer.TyperException():
             if error.format_message():  # without any arguments it has shown the help
-                fail(*usage_message(error))
+                _fail(*usage_message(error))
             return 2
         case OSError():
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -626,6 +643,11 @@ def _report(error: Exception) -> int:
             return 1
         case _:
             raise error
+
+
+def _fail(message: str, hint: str | None) -> None:
+    """Say an error by the flags' names as they were typed."""
+    fail(as_typed(message), None if hint is None else as_typed(hint))
 
 
 _show_foreign_warning = warnings.showwarning

@@ -280,7 +280,7 @@ def test_runtime_names_no_flag_and_no_command() -> None:
 
 def test_every_code_of_an_error_has_its_hint() -> None:
     """A setting that has a flag, or one of the command line; and none is for a code that no error has."""
-    own, stated = {*HINTS, "other_environment"}, set()
+    own, stated = {*HINTS, "other_environment", "no_such_model"}, set()
     for module, path in modules("runtime").items():
         text = path.read_text(encoding="utf-8")
         stated |= set(re.findall(r'code="(\w+)"', text)) | set(re.findall(r'"(cache_too_\w+)"', text))

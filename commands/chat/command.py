@@ -35,6 +35,7 @@ class ChatOptions:
             INPUT,
             "Format in which the model calls tools, as for `serve`.",
             shown="the chat template's",
+            check=named_tool_format,
             metavar="FORMAT",
         ),
     ] = None
@@ -74,8 +75,6 @@ def chat(engine: EngineOptions, disk: KVDiskOptions, chat: ChatOptions, generati
         disk = replace(disk, kv_cache_dir=disk.kv_cache_dir or make_cache_dir() / KV_CACHE)
     choice = engine.choose(params, generation.common.max_num_tokens, "leader").with_disk(disk)
     choice.check_chat_template()
-    if chat.tool_call_parser is not None:
-        named_tool_format(chat.tool_call_parser)
 
     from commands.chat.tools import open_toolbox
     from commands.chat.work import HELP, Conversation, lines_of_user, values_line

@@ -6,12 +6,13 @@ from typing import Any, Literal
 from pydantic import Field
 from rich.table import Table
 
-from commands.options.parameters import NOT_IN_FILES, SECRET, commands_of, nearest
+from commands.options.parameters import NOT_IN_FILES, SECRET, commands_of
 from commands.options.settings import VARIABLES, Held, home_file, settings_of
 from commands.options.spellings import normalize_name
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output
 from runtime.util.errors import UsageError
+from runtime.util.words import nearest, word_among
 
 
 class SettingRecord(Record):
@@ -33,10 +34,12 @@ class ConfigShowDocument(Head):
 def settings_of_one(context: Any, name: str) -> list[SettingRecord]:
     """All flags of a command, with their values or defaults. UsageError if there is no such command."""
     commands = commands_of(context)
-    if name not in commands:
+    known = word_among(name, commands)
+    if known is None:
         near = nearest(name, commands)
-        raise UsageError(f"there is no command of this name: {name}", hint=f"perhaps `{near}`" if near else None)
-    return [*_settings(context, name, commands[name], with_defaults=True), *_variables()]
+        hint = f"perhaps `{near}`" if near else "`specdec --help` lists the commands"
+        raise UsageError(f"there is no command of this name: {name}", hint=hint)
+    return [*_settings(context, known, commands[known], with_defaults=True), *_variables()]
 
 
 def settings_of_all(context: Any) -> list[SettingRecord]:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,10 +10,12 @@ import typer
 
 from commands.launch.tools import KEY_VARIABLE, TOOLS, Tool
 from commands.options.expand import expand_groups
+from commands.options.model_word import named_by
 from commands.options.parameters import commands_of
 from commands.options.settings import settings_of
 from commands.output.help import INPUT, OUTPUT, SERVER, option
 from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.words import word_among
 
 ARGUMENTS_OF_TOOL = "specdec.arguments_of_tool"
 """Entry of the context's `meta`: the arguments after `--`."""
@@ -90,9 +93,19 @@ def launch(
     if "port" in settings and getattr(context.get_parameter_source("port"), "name", "") == "DEFAULT":
         options = replace(options, port=int(settings["port"]))  # of the file's section `serve`
     arguments = context.meta.get(ARGUMENTS_OF_TOOL, [])
-    code = run(found, Launch(options.host, options.port, options.keys, given, arguments, settings), options.print_only)
+    check = partial(_check_serve, context)
+    asked = Launch(options.host, options.port, options.keys, given, arguments, settings, check)
+    code = run(found, asked, options.print_only)
     if code:
         raise typer.Exit(code)
+
+
+def _check_serve(context: typer.Context, arguments: list[str]) -> None:
+    """The error of `specdec serve` for flags that it has not, values that they do not take, or two models."""
+    command: Any = commands_of(context)["serve"]
+    parsed = command.make_context("serve", list(arguments), parent=context.find_root())
+    if parsed.params["model"] is not None:
+        named_by(parsed.params["model"], parsed.params["model_dir"], parsed.params["engine_dir"])
 
 
 def _first(value: Any) -> str:
@@ -101,10 +114,10 @@ def _first(value: Any) -> str:
 
 
 def _tool_named(name: str) -> Tool:
-    if (tool := TOOLS.get(name.lower())) is None:
+    if (known := word_among(name, TOOLS)) is None:
         *names, last = TOOLS
         raise UsageError(f"no agent of this name is known: {name}", hint=f"{', '.join(names)} and {last} are")
-    return tool
+    return TOOLS[known]
 
 
 def _restore(tool: Tool) -> None:

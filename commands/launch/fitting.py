@@ -27,17 +27,23 @@ def flags_given(flags: Sequence[str]) -> set[str]:
 
 def is_engine(model: str) -> bool:
     """True for an engine directory, whose limits were fixed at its build."""
+    return _build_config(model) is not None
+
+
+def _build_config(model: str) -> Any:
     config = Path(model).expanduser() / "config.json"
-    return config.is_file() and "build_config" in read_json(config)
+    return read_json(config).get("build_config") if config.is_file() else None
 
 
 def fitting_flags(model: str, given: set[str]) -> Iterator[str]:
     """Flags for the model that are not given already. SpecDecError for a model that cannot have a conversation."""
-    if not any(name in _DRAFTING or name.endswith("-config") for name in given):
+    build = _build_config(model)
+    takes_drafts = not isinstance(build, dict) or build.get("max_draft_len") != 0
+    if takes_drafts and not any(name in _DRAFTING or name.endswith("-config") for name in given):
         yield from ("--spec-decode-algo", "AUTO")
     if "any-model" not in given:
         yield "--any-model"
-    if is_engine(model):
+    if build is not None:
         return
     model_dir = resolve_model(model)
     config = read_model_config(model_dir)

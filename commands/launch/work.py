@@ -5,7 +5,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,8 @@ class Launch:
     flags: Sequence[str]
     arguments: Sequence[str]
     settings: Mapping[str, str]
+    check: Callable[[list[str]], None]
+    """Raises for arguments that `specdec serve` refuses."""
 
     @property
     def key(self) -> str:
@@ -56,14 +58,21 @@ class Launch:
 
     @property
     def serve_arguments(self) -> list[str]:
-        """Arguments for `specdec serve`."""
+        """Arguments for `specdec serve`, which takes them. UsageError where no model is named."""
+        if not self.flags and self.model is None:
+            raise UsageError(
+                f"no server listens at {self.url}, and no model is named to start one",
+                hint="name a model: `specdec launch TOOL MODEL`",
+            )
         is_word = bool(self.flags) and not self.flags[0].startswith("-")
         first = ["--engine-dir" if is_engine(self.flags[0]) else "--model-dir"] if is_word else []
         fitting = (
             [] if self.model is None else fitting_flags(self.model, flags_given(self.flags) | self.settings.keys())
         )
         address = ["--host", self.host, "--port", str(self.port)]
-        return [*first, *self.flags, *fitting, *address]
+        arguments = [*first, *self.flags, *fitting, *address]
+        self.check(arguments)
+        return arguments
 
     def names(self) -> set[str]:
         """Names that a server of this model may report; empty if no model is named."""
@@ -117,11 +126,6 @@ def _running(launch: Launch) -> Served | None:
     """
     served = ask_server(launch.url, launch.key) if launch.port else None
     if served is None:
-        if not launch.flags and launch.model is None:
-            raise UsageError(
-                f"no server listens at {launch.url}, and no model is named to start one",
-                hint="name a model: `specdec launch TOOL MODEL`",
-            )
         return None
     names = launch.names()
     if names and not names & set(served.names):

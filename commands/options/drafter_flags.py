@@ -5,6 +5,7 @@
 import dataclasses
 import shlex
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -61,6 +62,7 @@ def _config_option(spec: type[DrafterSpec]) -> Any:
         SPECULATION,
         f"{described.help}: {described.form.help}{described.note}",
         shown="no drafter",
+        check=partial(described.form.parse, flag=config_flag(spec)),
         metavar=described.form.metavar,
     )
 

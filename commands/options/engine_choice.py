@@ -113,6 +113,13 @@ class KVCacheOptions:
         return replace(self, no_kv_cache_enable_block_reuse=self.no_kv_cache_enable_block_reuse or disable_reuse)
 
 
+def _disk_size(text: str) -> int:
+    """The size in bytes; UsageError if the text is no size."""
+    if not (size := size_in_bytes(text)):
+        raise UsageError(f"`--kv-cache-disk-size` is no size: {text}", hint=f"write {SIZES}")
+    return size
+
+
 @dataclass(frozen=True)
 class KVDiskOptions:
     """Place and size of the K/V cache on disk."""
@@ -133,6 +140,7 @@ class KVDiskOptions:
             KV_CACHE,
             "Most bytes in that directory: bytes, or 500M, 20G (decimal), 20GiB (binary).",
             shown="as before; 20G",
+            check=_disk_size,
             metavar="SIZE",
         ),
     ] = None
@@ -140,14 +148,7 @@ class KVDiskOptions:
     @property
     def max_bytes(self) -> int | None:
         """The size in bytes; UsageError if the text is no size."""
-        if self.kv_cache_disk_size is None:
-            return None
-        if not (size := size_in_bytes(self.kv_cache_disk_size)):
-            raise UsageError(
-                f"`--kv-cache-disk-size` is no size: {self.kv_cache_disk_size}",
-                hint=f"write {SIZES}",
-            )
-        return size
+        return None if self.kv_cache_disk_size is None else _disk_size(self.kv_cache_disk_size)
 
     def check(self, cache: KVCacheOptions) -> None:
         """UsageError for a size without a directory, and for K/V on disk while block reuse is off. Runs before torch is
@@ -254,6 +255,11 @@ class EngineChoice:
                 profile = profile_for_model(self.profile, self.model_dir)
             speculation, device_ids = profile.speculation, None
         has_copy = self.built_for.copy is not None
+        if speculation.needs_copy and self.built_for.self_draft is not None and not has_copy:
+            raise UsageError(
+                "self-drafting needs a copy, and there is to be none: `--self-draft none`",
+                hint="leave the flag out, or `--self-draft int4`",
+            )
         check_needed_drafter(speculation, check_lossless=check_lossless, has_copy=has_copy)
         if self.tokenizer_dir is not None:
             resolve_tokenizer(self.tokenizer_dir)

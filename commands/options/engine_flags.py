@@ -5,14 +5,13 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
-from commands.output.help import KV_CACHE, LEADER, QUANTIZATION, RUNTIME, SPECULATION, as_flag, option
+from commands.output.help import KV_CACHE, LEADER, QUANTIZATION, RUNTIME, SPECULATION, option
 from runtime.builder.engine_options import (
     OPTIONS,
     EngineOptions,
     FlagGroup,
     bounds_of,
     draft_output_of,
-    literals_of,
     value_of,
     words_of,
 )
@@ -44,12 +43,8 @@ def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more:
 
 
 def _kind(name: str) -> Any:
-    """Type of an option's flag: a set of words, a number or a text. An option whose words have other spellings takes a
-    text in upper or lower case.
-    """
-    hint, described = OPTIONS[name]
-    if described.spellings:
-        return str
+    """Type of an option's flag: a set of words, a number or a text."""
+    hint = OPTIONS[name][0]
     if words := tuple(words_of(name)):
         return Literal[words]
     (kind,) = (one for one in (_plain(one) for one in _members(hint)) if one not in (NoneType, Path))
@@ -70,13 +65,7 @@ class _Options:
     """A group of flags of an engine's options; a flag is None if not given."""
 
     def check(self) -> None:
-        """UsageError for an unknown number format, or formats that do not fit together."""
-        for name, value in vars(self).items():
-            if name in OPTIONS and isinstance(value, str) and (words := words_of(name)) and value.lower() not in words:
-                *first, last = literals_of(OPTIONS[name][0])
-                raise UsageError(
-                    f"`{as_flag(name)}` is {', '.join(first)} or {last}: {value}", hint=OPTIONS[name][1].hint
-                )
+        """UsageError for formats that do not fit together."""
         _check_activations(self.options)
 
     @property

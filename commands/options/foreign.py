@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from commands.options.spellings import normalize_name
+from commands.options.spellings import normalize_name, read_arguments
 from commands.output.output import warn
 from runtime.util.errors import UsageError
 
@@ -227,6 +227,13 @@ def flag_name(argument: str, command: str) -> str:
     """
     flag = argument.partition("=")[0]
     return normalize_name(_SHORT.get(flag, flag).lstrip("-"), command)
+
+
+def typed_spellings(arguments: list[str], flags: Flags) -> dict[str, str]:
+    """Flags of the command that are given by another name: ours without hyphens, and the name as it is typed."""
+    typed = (word for word, _, _ in read_arguments(arguments, flags.with_value, flags.command) if word.startswith("-"))
+    named = {flag_name(word, flags.command): word.partition("=")[0] for word in typed}
+    return {name: word for name, word in named.items() if name in flags.names and word.replace("_", "-") != f"--{name}"}
 
 
 def _long(argument: str, flags: Flags) -> str:

@@ -13,6 +13,7 @@ built an engine.
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -22,14 +23,17 @@ from typer import TyperException
 from commands.options.drafter_flags import example_of, users_of
 from commands.options.expand import MODEL_AT_HAND, Command, current_command
 from commands.options.foreign import COMMANDS
+from commands.options.model_word import near_model
+from commands.options.parameters import commands_of, options_of
 from commands.options.settings import origin_of
 from commands.options.spellings import normalize_name
 from commands.output.help import as_flag
-from runtime.builder.engine_options import OPTIONS, words_of
+from runtime.builder.engine_options import OPTIONS, literals_of, words_of
 from runtime.checkpoint.bundle import DRAFT_VOCAB
 from runtime.core.params import FIELDS, GrammarKind
 from runtime.drafters.specs import NgramDrafter
 from runtime.util.errors import SpecDecError
+from runtime.util.words import nearest
 
 _CONVERT_AGAIN = "run `specdec convert` again"
 _DRAFTS = (
@@ -101,12 +105,16 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "no_checkpoint": "make it with `specdec convert`: `specdec convert demo` writes the directory `checkpoint`",
     "no_corpus": "`specdec corpus create` makes one",
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
-    "no_engine": "name a model first, as in `specdec run demo`; or make an engine with `specdec convert` and "
-    "`specdec build`",
+    "no_engine": "name a model, as in `{with_model}`; or make an engine with `specdec convert` and `specdec build`",
     "no_gpu": "build with `specdec build --device cpu`",
     "no_head_of_layers": (
         "`--draft-model-dir` takes a trained head",
-        "quantize a draft model: `specdec convert --quantization {value}`",
+        Advice("quantize a draft model: `specdec convert --quantization {value}`"),
+        Advice(None, "leave the flag out"),
+    ),
+    "no_layer_that_drafts": (
+        "name a head with `--draft-model-dir`",
+        "have a copy made with `--self-draft int4`",
     ),
     "no_hidden_states": (
         Advice("build it for this head: `specdec build --draft-model-dir {head}`"),
@@ -144,7 +152,15 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
         Advice("build with a larger `specdec build --max-input-len`"),
         Advice("with `--model-dir` give a larger `--max-seq-len`", "give a larger `--max-seq-len`"),
     ),
-    "self_draft_split": ("leave `--self-draft` out", "convert the model without `specdec convert --tp-size`"),
+    "self_draft_bits": (
+        "leave `--self-draft` out",
+        Advice("convert the model to a format with more bits: `specdec convert --quantization FORMAT`"),
+        Advice(None, "draft by lookup: `--spec-decode-algo AUTO`"),
+    ),
+    "self_draft_split": (
+        "leave `--self-draft` out",
+        Advice("convert the model without `specdec convert --tp-size`"),
+    ),
     "tokenizer_is_code": "name a tokenizer that transformers has a class for with `--tokenizer-dir`",
     "tune_draft_len": ("lower it", Advice("build with a larger `specdec build --max-draft-len`")),
 }
@@ -178,6 +194,9 @@ def hint_of(error: SpecDecError) -> str | None:
     """Remedy for an error on the command line."""
     if error.code == "other_environment":
         return _rebuild(**error.values)
+    near = near_model(str(error.values["name"])) if error.code == "no_such_model" else None
+    if near is not None:
+        return f"perhaps `{near}`; {error.hint}"
     given, model = HINTS.get(error.code or "", ()), MODEL_AT_HAND.get()
     pieces = given if isinstance(given, tuple) else (given,)
     hint = _fitting(pieces, model, error) or (None if model is None else _fitting(pieces, None, error))
@@ -230,7 +249,14 @@ _SETTING = re.compile(r'`([a-z_]+)(?:="?([^`"]+)"?)?`')
 
 def _values(error: SpecDecError) -> dict[str, object]:
     build, head = error.values.get("build"), error.values.get("head") or "HEAD"
-    return {"what_drafts": "" if build is None else _what_drafts(build, head)} | error.values
+    command = current_command()
+    with_model = _WITH_MODEL.get(command.name, f"specdec {command.name} demo") if command else "specdec run demo"
+    what_drafts = "" if build is None else _what_drafts(build, head)
+    return {"what_drafts": what_drafts, "with_model": with_model} | error.values
+
+
+_WITH_MODEL = {"check": "specdec check receipts.jsonl demo"}
+"""Examples of commands that take a model, where it is not the first word."""
 
 
 _OF_COMMANDS = {
@@ -286,6 +312,13 @@ def _what_drafts(build: Any, head: object = "HEAD", engine_dir: object = "ENGINE
     return flags
 
 
+_FEW = 3
+_EXTRA_WORD = re.compile(r"[Gg]ot unexpected extra arguments?(?:\(s\))? \(([^ )]+)")
+_OF_EXTRA_WORD = {
+    "build": "`--checkpoint-dir` names a checkpoint; `specdec convert {word}` makes one of a model, and "
+    "`specdec run {word}` converts, builds and answers",
+}
+"""Hints for a word too many, by command."""
 _NO_COMMAND = re.compile("No such command `([^`]+)`")
 _OF_MISSING = {
     "check receipts": "`specdec check receipts.jsonl demo`; `specdec run demo --receipts receipts.jsonl` writes them",
@@ -318,18 +351,45 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     if problems is not None:
         if _flag(error) == "`--dtype`" and words_of("quantization").get(value := str(problems()[0]["input"]).lower()):
             hint = f"`--quantization {value}` quantizes the weights"
-        return _value_message(_flag(error), problems()[0]) + _origin(error), hint
+        parameter: Any = getattr(error, "param", None)
+        choices = _choices_of(parameter)
+        if choices:
+            near = nearest(str(problems()[0]["input"]).lower(), choices, 0.7)
+            more = OPTIONS[parameter.name][1].hint if parameter.name in OPTIONS else None
+            hint = f"perhaps `{near}`; {more or hint}" if near else more or hint
+        return _value_message(_flag(error), problems()[0], choices) + _origin(error), hint
     near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")
+    option = getattr(error, "option_name", None)
+    if option and where is not None:
+        hint = _in_other_commands(option, where) or hint
+    if extra := _EXTRA_WORD.match(text):
+        hint = _OF_EXTRA_WORD.get(getattr(where, "info_name", ""), hint).format(word=extra[1])
     if near:
         hint = f"perhaps {' or '.join(f'`{name}`' for name in near)}; {hint}"
     if (found := _NO_COMMAND.match(text)) and found[1] in COMMANDS:
         hint, text = COMMANDS[found[1]], text.partition(";")[0]
     if not text:  # a value that must be given
         text = f"missing: {_flag(error)}"
-        parameter: Any = getattr(error, "param", None)
+        parameter = getattr(error, "param", None)
         hint = _OF_MISSING.get(f"{getattr(where, 'info_name', '')} {parameter.opts[0]}", hint)
     return text[:1].lower() + text[1:], hint
+
+
+def _in_other_commands(option: str, context: Any) -> str | None:
+    """Commands that have a flag which this command has not; None for none, or many. After `convert` comes `build`."""
+    own = context.info_name
+    having = [
+        f"`specdec {name} --{flag}`"
+        for name, command in commands_of(context).items()
+        if (flag := normalize_name(option.lstrip("-"), name)) in options_of(command)
+    ]
+    made = [one for one in having if one.split()[1] in ("convert", "build")]
+    having = made if own in ("convert", "build") and made else having
+    if not 0 < len(having) <= _FEW:
+        return None
+    have = "have" if len(having) > 1 else "has"
+    return f"{' and '.join(having)} {have} it; `{context.command_path} --help` shows the usage"
 
 
 def _origin(error: Any) -> str:
@@ -343,15 +403,21 @@ def _flag(error: Any) -> str:
     return f"`{parameter.opts[0] if parameter.param_type_name == 'option' else parameter.metavar or parameter.name}`"
 
 
-def _value_message(flag: str, problem: Any) -> str:
+def _choices_of(parameter: Any) -> list[str]:
+    """The words that a flag takes, without other programs' words for them; none if it takes other values."""
+    name = parameter.name
+    if name in OPTIONS:
+        return [*literals_of(OPTIONS[name][0]), *(["none"] if OPTIONS[name][1].takes_none else [])]
+    return [*map(str, parameter.type_descriptor.choices or ())]
+
+
+def _value_message(flag: str, problem: Any, choices: Sequence[str]) -> str:
     value, details = problem["input"], problem.get("ctx", {})
     if problem["type"] in _BOUNDS:
         words, key = _BOUNDS[problem["type"]]
         return f"{flag} must be {words} {details[key]}: {value}"
     if problem["type"] in _NUMBERS:
         return f"{flag} must be {_NUMBERS[problem['type']]}: {value}"
-    reason = str(details.get("error", problem["msg"])).rstrip(".")
-    _, is_choice, choices = reason.partition(" is not one of ")
-    return (
-        f"{flag} must be one of {choices.replace(chr(39), '')}: {value}" if is_choice else f"{flag}: {reason}: {value}"
-    )
+    if choices:
+        return f"{flag} must be one of {', '.join(choices)}: {value}"
+    return f"{flag}: {str(details.get('error', problem['msg'])).rstrip('.')}: {value}"

@@ -8,7 +8,7 @@ from commands.options.drafter_flags import LeaderDrafterFlags, chooses_drafter, 
 from commands.options.engine_flags import DraftOutputOptions, ModelEngineOptions
 from commands.options.expand import given_flags
 from commands.options.settings import without_ambient
-from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms
+from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms, parse_algorithm
 from commands.options.speculative_config import parse_speculative_config
 from commands.output.help import LEADER, as_flag, option
 from commands.output.output import warn
@@ -66,6 +66,7 @@ class LeaderOptions:
             f"Drafter: {', '.join(algorithms())}; AUTO: {_IN_AUTO}, in `serve` and `batch` "
             f"{_IN_AUTO_OF_MANY} too, and the draft model or head if given.",
             shown="no drafter",
+            check=parse_algorithm,
             metavar="NAME",
         ),
     ] = None
@@ -93,6 +94,7 @@ class LeaderOptions:
             LEADER,
             "The drafter as vLLM and TensorRT-LLM's YAML have it: an object with `method`, `num_speculative_tokens`, …",
             shown="no drafter",
+            check=parse_speculative_config,
             metavar="JSON",
         ),
     ] = None

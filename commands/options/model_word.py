@@ -60,6 +60,10 @@ def near_model(word: str) -> str | None:
     list`, or a model or an engine in the working directory.
     """
     word = word.removesuffix("/")
+    place, slash, name = word.rpartition("/")
+    if slash and (found := _path(place)) is not None and found.is_dir():
+        models = (path.name for path in found.iterdir() if is_gguf(path) or _has_model(path))
+        return next((f"{place}/{near}" for near in difflib.get_close_matches(name, models, 1, _NEAR)), None)
     if _ONE_WORD.fullmatch(word) is None:
         return None
     here = (path.name for path in Path().iterdir() if path.is_dir() or path.suffix == ".gguf")

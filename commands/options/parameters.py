@@ -1,7 +1,6 @@
 """Parameters of commands as Typer has them: all flags, and their variables."""
 
-import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 PREFIX = "SPECDEC"
@@ -38,8 +37,3 @@ def variables_of(param: Any) -> list[str]:
     own = [param.envvar] if isinstance(param.envvar, str) else [*(param.envvar or ())]
     is_flag = param.param_type_name == "option" and param.allow_from_autoenv
     return list(dict.fromkeys([*own, *([f"{PREFIX}_{param.name.upper()}"] if is_flag else [])]))
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar to this name; None if no name is similar."""
-    return next(iter(difflib.get_close_matches(name, [*known], 1, 0.6)), None)

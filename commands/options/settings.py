@@ -170,6 +170,12 @@ def origin_of(context: Any, name: str) -> Held | None:
     return None
 
 
+def trace(context: Any) -> None:
+    """Keep the origins of the values that were read so far, for the message of an error about one of them."""
+    read = [param.name for param in context.command.params if context.get_parameter_source(param.name) is not None]
+    ORIGINS.set({name: one for name in read if (one := origin_of(context, name)) is not None})
+
+
 def settle(context: Any) -> None:
     """Settle the values once all are known. Models and drafting are taken from the strongest place that sets them
     (flag, variable, named file, home file), and values of weaker places are dropped. Origins of values are kept for
@@ -205,11 +211,19 @@ def settings_of(parent: Any, name: str, command: Any) -> tuple[Any, Mapping[str,
             if source.name == "DEFAULT":  # which may be missing
                 context.params[param.name] = value
             else:
-                param.handle_parse_result(context, {}, [])
+                _read(param, context)
     settle(context)
     held = ORIGINS.get() or {}
     ORIGINS.set(own)
     return context, held
+
+
+def _read(param: Any, context: Any) -> None:
+    try:
+        param.handle_parse_result(context, {}, [])
+    except UsageError:
+        trace(context)
+        raise
 
 
 def _source(context: Any, name: str) -> str:

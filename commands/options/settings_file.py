@@ -21,12 +21,13 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from commands.options.foreign import ANSWERS, WITHOUT_EFFECT, Flags, without_foreign
-from commands.options.parameters import nearest, options_of
+from commands.options.parameters import options_of
 from commands.options.spellings import OF_TEXT, normalize_name
 from commands.output.help import PANELS
 from runtime.drafters.speculative_config import flags_of_config
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.reading import read_utf8
+from runtime.util.words import nearest
 
 _CONFIG = "speculative-config"
 _HINT = "write `max_seq_len: 8192`, a setting a line"
@@ -129,7 +130,7 @@ class _Reader:
                     self.own |= settings
             elif isinstance(value, yaml.MappingNode) and self._normalized(name, command) == _CONFIG:
                 found |= self._speculative_config(value, command)
-            elif self._command_named(name) is not None and name != "config" and not self._is_flag(name, command):
+            elif self._command_named(name) is not None and name != "config" and not self._is_flag_of_any(name):
                 raise UsageError(
                     f"`{name}` is a section, which holds settings and no value: {self.place(key)}",
                     hint="put its settings under it",
@@ -150,6 +151,10 @@ class _Reader:
 
     def _is_flag(self, name: str, command: Any) -> bool:
         return self._normalized(name, command) in options_of(command)
+
+    def _is_flag_of_any(self, name: str) -> bool:
+        """True for `drafters`, which is a command and a flag of others."""
+        return any(self._is_flag(name, command) for command in self.commands.values())
 
     def _pairs(self, mapping: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         places: dict[str, str] = {}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from commands.options.expand import current_command
 from commands.output.help import CLUSTER, INPUT, OUTPUT, RUNTIME, option
 from runtime.checkpoint.config import Quantization
 from runtime.util.errors import SpecDecError, UsageError
@@ -102,6 +103,8 @@ def check_has_more_bits(quantization: Quantization | None) -> None:
     """UsageError for `--compare-activations`, unless the weights are integers and their inputs have more
     than 8 bits.
     """
+    command = current_command()
+    takes_model = command is not None and "quantization" in command.flags
     if quantization is None or quantization.quant_algo is None or quantization.quant_algo.startswith("FP8"):
         raise UsageError(
             "`--compare-activations` is for a model with weights in int8 or int4, and this model has others",
@@ -111,7 +114,7 @@ def check_has_more_bits(quantization: Quantization | None) -> None:
         raise UsageError(
             "`--compare-activations` compares activations of 16 bits or more with 8 bits, and these have 8 already: "
             "int8",
-            hint="add `--activations int16`, or leave the flag out",
+            hint=f"`{'' if takes_model else 'specdec convert '}--activations int16` has more; or leave the flag out",
         )
 
 

@@ -15,6 +15,7 @@ from runtime.drafters.specs import DRAFTERS, lookups
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.words import word_among
 
 _NO_PROFILE = Path("off")
 _AUTO = "AUTO"
@@ -22,12 +23,56 @@ _AUTO = "AUTO"
 is given; and the models that are given.
 """
 
+
+def algorithms() -> dict[str, str]:
+    """Names of drafters by the algorithms' names in leader mode."""
+    return {spec.description.algorithm: name for name, spec in DRAFTERS.items() if spec.description.algorithm}
+
+
+def parse_algorithm(text: str) -> str:
+    """The algorithm of leader mode that `--spec-decode-algo` names, or AUTO. UsageError for another name."""
+    algorithm = word_among(text, (*algorithms(), _AUTO))
+    if algorithm is None:
+        raise UsageError(
+            f"unknown `--spec-decode-algo`: {text}",
+            hint=f"there are {', '.join((*algorithms(), _AUTO))}; without the flag nothing is drafted",
+        )
+    return algorithm
+
+
+def _is_auto(drafters: str) -> bool:
+    return word_among(drafters.strip(), ("auto",)) is not None
+
+
+def parse_drafter_names(text: str) -> list[str]:
+    """Parse `--drafters ngram,draft-target`; UsageError for a name that is unknown or comes twice."""
+    names: list[str] = []
+    for word in text.split(","):
+        name = word_among(word.strip(), DRAFTERS)
+        if name is None:
+            raise UsageError(
+                f"`--drafters` names no drafter of specdec's: {word.strip() or repr(text)}",
+                hint=f"there are {', '.join(DRAFTERS)}, with commas between them, and auto",
+            )
+        if name in names:
+            raise UsageError(f"`--drafters` names {name} twice: {text}", hint="name each once")
+        names.append(name)
+    return names
+
+
+def _check_drafters(text: str) -> None:
+    """UsageError for what is neither `auto` nor names of drafters."""
+    if not _is_auto(text):
+        parse_drafter_names(text)
+
+
 Drafters = Annotated[
     str | None,
     option(
         SPECULATION,
         f"Use several drafters; each sequence gets the most profitable draft. Names: {', '.join(DRAFTERS)}, "
         "each with its own flag. `auto` uses every drafter whose flag you give.",
+        check=_check_drafters,
         metavar="NAME,NAME",
     ),
 ]
@@ -182,7 +227,7 @@ class _Flags:
             raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")
         if algorithm is not None:
             return self._all() if algorithm == _AUTO else [algorithms()[algorithm]]
-        if drafters is not None and drafters.strip().lower() == "auto":
+        if drafters is not None and _is_auto(drafters):
             return self._all()
         models = self._with_model()
         if self.leader and drafters is None and not self.lists and models:
@@ -194,13 +239,7 @@ class _Flags:
         assert self.leader is not None
         if self.leader.algorithm is None:
             return None
-        algorithm = self.leader.algorithm.upper().replace("-", "_")
-        if algorithm not in (*algorithms(), _AUTO):
-            raise UsageError(
-                f"unknown `--spec-decode-algo`: {self.leader.algorithm}",
-                hint=f"there are {', '.join((*algorithms(), _AUTO))}; without the flag nothing is drafted",
-            )
-        return algorithm
+        return parse_algorithm(self.leader.algorithm)
 
     def _all(self) -> list[str]:
         """The names of all drafters that are given. In leader mode AUTO's lookups are used if no lookup is given."""
@@ -285,15 +324,20 @@ class _Flags:
 
     def _missing(self, spec: type[DrafterSpec], setting: Setting, own: Parsed | None) -> UsageError:
         described = spec.description
+        named, engine = as_flag(setting.leader_flag or ""), as_flag(setting.flag or "")
+        if own is not None and self.leader is not None:
+            return UsageError(
+                f"`{config_flag(spec)}` needs {_with_article(described.title)}: {own.text}",
+                hint=f"`{named}` names the directory or hub id, or `{engine}` its engine",
+            )
         if own is not None:
             return UsageError(
                 f"`{config_flag(spec)}` needs the {described.title}'s engine: {own.text}",
-                hint=f"`{as_flag(setting.flag or '')}` names it; `specdec build` makes it from the {described.title}'s "
-                "checkpoint",
+                hint=f"`{engine}` names it; `specdec build` makes it from the {described.title}'s checkpoint",
             )
         return UsageError(
             f"`{self._chosen_by(spec)}` needs {_with_article(described.title)}",
-            hint=f"`{as_flag(setting.leader_flag or '')}` names one, or `{as_flag(setting.flag or '')}` its engine",
+            hint=f"`{named}` names the directory or hub id, or `{engine}` its engine",
         )
 
     def check_used(self, names: Collection[str]) -> None:
@@ -329,11 +373,6 @@ class _Flags:
         return any(name in said for name, setting in spec.settings().items() if setting.leader_flag == flag)
 
 
-def algorithms() -> dict[str, str]:
-    """Names of drafters by the algorithms' names in leader mode."""
-    return {spec.description.algorithm: name for name, spec in DRAFTERS.items() if spec.description.algorithm}
-
-
 def _form_hint(spec: type[DrafterSpec]) -> str:
     return f"the form of `{config_flag(spec)}` is {spec.description.form}"
 
@@ -353,22 +392,6 @@ def _chosen_names(given: list[str], drafters: str | None) -> list[str]:
                 f"`{config_flag(DRAFTERS[name])}` is given, and `--drafters` does not name {name}: {drafters}",
                 hint=f"`--drafters {','.join([*names, name])}`, or leave the flag out",
             )
-    return names
-
-
-def parse_drafter_names(text: str) -> list[str]:
-    """Parse `--drafters ngram,draft-target`; UsageError for a name that is unknown or comes twice."""
-    names: list[str] = []
-    for word in text.split(","):
-        name = word.strip().lower().replace("_", "-")
-        if name not in DRAFTERS:
-            raise UsageError(
-                f"`--drafters` names no drafter of specdec's: {word.strip() or repr(text)}",
-                hint=f"there are {', '.join(DRAFTERS)}, with commas between them, and auto",
-            )
-        if name in names:
-            raise UsageError(f"`--drafters` names {name} twice: {text}", hint="name each once")
-        names.append(name)
     return names
 
 

@@ -1,7 +1,10 @@
 """Spellings of flags: hyphens or underscores, other programs' names, and our earlier names."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from functools import cache
+from types import MappingProxyType
 
 from runtime.builder.engine_options import FLAG_ALIASES
 
@@ -125,6 +128,20 @@ def read_arguments(
             yield flag, name, value if equals else next(rest, None)
         else:
             yield argument, name, None
+
+
+TYPED: ContextVar[Mapping[str, str]] = ContextVar("typed", default=MappingProxyType({}))
+"""Our names of the flags that were typed in another spelling -> the spelling: `max-seq-len` and `--max-model-len`."""
+
+
+def as_typed(text: str) -> str:
+    """A message in which flags have the spelling that was typed: `--max-model-len` for `--max-seq-len`. A setting that
+    is named without hyphens has the typed flag behind it: max_seq_len (`--max-model-len`).
+    """
+    for name, typed in TYPED.get().items():
+        text = re.sub(rf"(?<![\w-])--{name}(?![\w-])", typed, text)
+        text = re.sub(rf"(?<![\w`-]){name.replace('-', '_')}(?![\w`-])", rf"\g<0> (`{typed}`)", text, count=1)
+    return text
 
 
 def empty_value(arguments: list[str], options_with_value: frozenset[str], command: str) -> str | None:

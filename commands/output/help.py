@@ -1,5 +1,6 @@
 """Help: the panels of `--help`, in the order of all commands, and how a flag is declared and written."""
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -18,9 +19,32 @@ QUANTIZATION, CLUSTER = "Quantization", "Cluster"
 PANELS = (INPUT, SERVER, CLUSTER, RUNTIME, QUANTIZATION, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
 
 
-def option(panel: str, help_text: str, *names: str, shown: str | bool = True, **others: Any) -> Any:
-    """A flag in a panel of `--help`. `shown` is displayed in place of the default."""
+def option(
+    panel: str,
+    help_text: str,
+    *names: str,
+    shown: str | bool = True,
+    check: Callable[[str], object] | None = None,
+    **others: Any,
+) -> Any:
+    """A flag in a panel of `--help`. `shown` is displayed in place of the default. `check` raises UsageError for a text
+    that is no value of the flag, also from a variable or a file: `config show` then says the same as the command.
+
+    Words of a choice are taken in any case, and with `-` or `_`, as `runtime.util.words` takes them from Python.
+    """
+    others.setdefault("case_sensitive", False)
+    if check is not None:
+        others["callback"] = _checked_by(check)
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=shown, **others)
+
+
+def _checked_by(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    def checked(value: str | None) -> str | None:
+        if value is not None:
+            check(value)
+        return value
+
+    return checked
 
 
 def sort_by_panel(params: list[Any]) -> list[Any]:

@@ -4,15 +4,19 @@
 show one. They are pure ASCII, so any terminal can show them.
 """
 
+import inspect
 import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Set
+from itertools import groupby
 from typing import Any
 
 from commands.output.help import INPUT, OUTPUT, SAMPLING, SERVER, SPECULATION
 
-WIDTH, _LEAST_WIDTH, _HELP_COLUMN = 80, 40, 27
+WIDTH, LEAST_WIDTH, _HELP_COLUMN = 80, 40, 27
+_BESIDE_NAMES = 52
+"""Columns that Typer's boxes need beside the longest name: types, texts and borders."""
 _MODEL = "Model"
 _GROUPS = {
     "Start": {
@@ -108,7 +112,7 @@ _BRIEFS = {
 
 def terminal_width() -> int:
     """Columns for the help text: the terminal's width, between 40 and 80."""
-    return max(min(shutil.get_terminal_size().columns, WIDTH), _LEAST_WIDTH)
+    return max(min(shutil.get_terminal_size().columns, WIDTH), LEAST_WIDTH)
 
 
 def overview(commands: Set[str], examples: Iterable[str], width: int = WIDTH) -> str:
@@ -143,6 +147,43 @@ def short_help(command: Any, common: Iterable[str], examples: Iterable[str], wid
         rows = [_row(_names(param), _brief(name, param), _HELP_COLUMN, width) for param in own]
         lines += [panel, *rows] if rows else []
     return _plain([*lines, _row("--help-all", _BRIEFS["help_all"], _HELP_COLUMN, width)], width)
+
+
+def needs_plain_help(command: Any, width: int) -> bool:
+    """True if Typer's boxes would cut the name of one of the command's flags."""
+    longest = max((len(name) for param in command.params if not _is_hidden(param) for name in param.opts), default=0)
+    return longest > width - _BESIDE_NAMES
+
+
+def full_help(command: Any, width: int) -> str:
+    """All arguments and flags, in the order of `command.params`, for columns in which boxes have no room: the texts
+    stand below the names.
+    """
+    lines = [f"Usage: specdec {command.name} [FLAGS]", ""]
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+        lines += [*textwrap.wrap(" ".join(paragraph.split()), width), ""]
+    for panel, params in groupby(command.params, lambda param: getattr(param, "rich_help_panel", None) or ""):
+        own = [param for param in params if not _is_hidden(param)]
+        lines += [panel] if panel and own else []
+        for param in own:
+            metavar = "" if param.param_type_name == "argument" or param.is_flag else f" {param.metavar or 'X'}"
+            names = (
+                _names(param) if param.param_type_name == "argument" else f"{', '.join(reversed(param.opts))}{metavar}"
+            )
+            text = f"{param.help or ''} {_default(param)}".strip()
+            lines += [f"  {names}", *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return "\n".join(lines) + "\n"
+
+
+def _default(param: Any) -> str:
+    shown = param.show_default if param.param_type_name == "option" else None
+    if not shown or (shown is True and param.default in (None, False, ())):
+        return ""
+    return f"[default: {param.default if shown is True else shown}]"
+
+
+def _is_hidden(param: Any) -> bool:
+    return bool(getattr(param, "hidden", False))
 
 
 def _plain(lines: Iterable[str], width: int) -> str:

@@ -14,6 +14,15 @@ from runtime.util.errors import UsageError
 _SHARE = re.compile(r"(\d+(?:\.\d+)?) ?(%?)")
 
 
+def _share(text: str) -> float:
+    """0.02 for `2%`. UsageError for what is no share."""
+    found = _SHARE.fullmatch(text.strip())
+    share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
+    if not 0 <= share <= 1:
+        raise UsageError(f"`--max-diverged` is no share of the answers: {text}", hint="`2%` is one")
+    return share
+
+
 @dataclass(frozen=True, kw_only=True)
 class RegressOptions:
     """File of the old answers, and what to report about the new engine's answers."""
@@ -46,7 +55,11 @@ class RegressOptions:
     max_diverged: Annotated[
         str | None,
         option(
-            OUTPUT, "Exit 1 if more of the answers diverge, such as `2%` or `0.02`.", shown="any share", metavar="SHARE"
+            OUTPUT,
+            "Exit 1 if more of the answers diverge, such as `2%` or `0.02`.",
+            shown="any share",
+            check=_share,
+            metavar="SHARE",
         ),
     ] = None
     report: Report = None
@@ -68,10 +81,4 @@ class RegressOptions:
     @property
     def most_diverged(self) -> float | None:
         """The share of answers that may diverge; None if any may."""
-        if self.max_diverged is None:
-            return None
-        found = _SHARE.fullmatch(self.max_diverged.strip())
-        share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
-        if not 0 <= share <= 1:
-            raise UsageError(f"`--max-diverged` is no share of the answers: {self.max_diverged}", hint="`2%` is one")
-        return share
+        return None if self.max_diverged is None else _share(self.max_diverged)

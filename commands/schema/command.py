@@ -8,6 +8,7 @@ import typer
 
 from commands.options.expand import expand_groups
 from runtime.util.errors import UsageError
+from runtime.util.words import word_among
 
 
 @expand_groups
@@ -27,7 +28,7 @@ def schema(
     if name is None:
         print("\n".join(names))
         return
-    known = name.replace("-", "_").replace(" ", "_")
-    if known not in names:
+    known = word_among(name.replace(" ", "_"), names)
+    if known is None:
         raise UsageError(f"no JSON document has this name: {name}", hint=f"the names are {', '.join(names)}")
     sys.stdout.write(json.dumps(schema_of(known), indent=2, ensure_ascii=False) + "\n")

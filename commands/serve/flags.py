@@ -97,6 +97,7 @@ class ServerOptions:
             SERVER,
             "Format in which the model calls tools: hermes, llama3_json, mistral, ...; none reads no calls.",
             shown="the chat template's",
+            check=named_tool_format,
             metavar="FORMAT",
         ),
     ] = None
@@ -106,6 +107,7 @@ class ServerOptions:
             SERVER,
             "Format of the model's reasoning before the answer: think, mistral, gemma4, gpt_oss; none: it is text.",
             shown="the chat template's",
+            check=named_reasoning_format,
             metavar="FORMAT",
         ),
     ] = None
@@ -189,10 +191,6 @@ class ServerOptions:
             check_output_file(self.receipts)
         elif self.receipt_ids is not None:
             raise UsageError(f"`--receipt-ids` is for receipts: {self.receipt_ids}", hint="give `--receipts` too")
-        if self.tool_call_parser is not None:
-            named_tool_format(self.tool_call_parser)
-        if self.reasoning_parser is not None:
-            named_reasoning_format(self.reasoning_parser)
         keys = "key" if self.api_key is None else self.api_key
         for key in keys.split(","):
             if not (key.strip() and key.isascii() and key.isprintable()) or keys != keys.strip():

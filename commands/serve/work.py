@@ -135,7 +135,8 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
 
     def say_where() -> None:
         for line in greeting(served, address):
-            stderr().print(line, soft_wrap=True)
+            console = stderr()
+            console.print(line, soft_wrap=not console.is_terminal)  # between words; a program reads whole lines
 
     if not address.is_of_this_machine and options.api_key is None:
         warn("anyone who can reach this address may send requests: `--api-key` or SPECDEC_API_KEY restricts access")

@@ -101,7 +101,7 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
     else:
         check_replay(opened, inputs.tokenizer_dir)
 
-    from commands.tune.work import tune_engine, tune_traces
+    from commands.tune.work import check_has_activations, tune_engine, tune_traces
     from runtime.measure.tuning.tune import Scope
 
     scope = Scope(named, model, flags.ngram_pool == "public", options.max_draft_len)
@@ -111,6 +111,8 @@ def tune(inputs: TuneInputs, options: TuneOptions, flags: TunedFlags, output: Ou
 
     from commands.options.sessions import engines_made
 
+    if options.compare_activations:
+        check_has_activations(choice)
     with engines_made(choice, output) as made:
         drafters = made.speculation.drafters
         scope = replace(scope, named=made.speculation) if model is None else replace(scope, model=drafters[0])

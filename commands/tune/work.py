@@ -1,5 +1,6 @@
 """Work of `tune` once its flags are checked: measures candidates, and shows the results."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -29,6 +30,8 @@ from commands.tune.document import (
 )
 from commands.tune.flags import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
 from commands.tune.page import tune_page
+from runtime.builder.convert import plan_conversion
+from runtime.builder.engine_cache import settings_of
 from runtime.builder.profile import (
     Figures,
     Profile,
@@ -42,6 +45,7 @@ from runtime.builder.profile import (
 )
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import EngineConfig, InEightBits
+from runtime.checkpoint.resolve import resolve_model
 from runtime.core.params import SamplingParams
 from runtime.core.request import Request
 from runtime.core.stats import RequestStats, sum_stats
@@ -65,6 +69,7 @@ from runtime.measure.tuning.tune import (
 from runtime.text.text import open_tokenizer, tokenizer_vocab_size
 from runtime.text.trace_lines import Trace
 from runtime.text.traces import read_traces
+from runtime.util.errors import SpecDecWarning
 
 
 @dataclass(frozen=True)
@@ -419,8 +424,6 @@ def tune_engine(
     scope.longest_draft(bundle.config.build_config.max_draft_len)
     timing = Timing(options.batch_size or 1, options.num_live_prompts or DEFAULT_LIVE_PROMPTS)
     with open_engine(choice) as llm:
-        if options.compare_activations:
-            check_has_more_bits(bundle.config.quantization)
         check_tuning(llm, scope, timing.batch_size)
         answered = _answered(llm, inputs, options, scope, prompts, output)
         tuned = tune(llm, answered, scope, timing, output.progress)
@@ -439,6 +442,15 @@ def tune_engine(
     if options.save:
         how = "drafts so from now on" if confirmation.recommended.candidate else "drafts nothing unless a flag says so"
         output.result(f"saved as the default of {choice.model_dir}: `specdec run {choice.model_dir}` {how}")
+
+
+def check_has_activations(choice: EngineChoice) -> None:
+    """UsageError for a model that `--compare-activations` cannot compare, before its engine is built."""
+    assert choice.model_dir is not None
+    settings = settings_of(choice.built_for.options)
+    with warnings.catch_warnings(action="ignore", category=SpecDecWarning):  # the build tells them
+        planned = plan_conversion(resolve_model(choice.model_dir), settings.dtype, settings.precision)
+    check_has_more_bits(planned.config.quantization)
 
 
 def _in_eight_bits(choice: EngineChoice, llm: LLM, answered: Answered, output: Output) -> InEightBits:

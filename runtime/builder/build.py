@@ -470,6 +470,7 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
             f"max_seq_len exceeds the {positions} positions {why_positions_end(config)}: {build.max_request_len}",
             hint=f"`max_seq_len={positions}` is the most",
             code="positions",
+            field="max_seq_len",
             max_seq_len=positions,
         )
 

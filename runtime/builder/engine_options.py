@@ -28,6 +28,7 @@ from runtime.checkpoint.config import (
     Size,
 )
 from runtime.drafters.heads.head_config import DraftOutputSettings
+from runtime.util.words import word_among
 
 FlagGroup = Literal["model", "convert", "build", "drafts"]
 """Commands that have a flag: those that take a model, `convert` or `build`. `drafts` is the group of flags for the
@@ -204,10 +205,10 @@ def literals_of(hint: Any) -> list[str]:
 
 
 def value_of(name: str, value: Any) -> Any:
-    """Value of an option's word in any spelling and case: "fp8" for `"FP8_E4M3"`. Any other value is returned as it
-    is.
-    """
-    return words_of(name).get(value.lower(), value) if isinstance(value, str) else value
+    """Value of an option's word in any spelling and case: "fp8" for `"FP8_E4M3"`; of anything else the value itself."""
+    words = words_of(name)
+    word = word_among(value, words) if isinstance(value, str) else None
+    return value if word is None else words[word]
 
 
 def with_defaults(options: EngineOptions) -> EngineOptions:

@@ -362,10 +362,16 @@ _FEW_TOKENS = 200
 
 @dataclass(frozen=True)
 class RelativeTime:
-    """Time of a step of `num_tokens` tokens with 8-bit activations, divided by its time with more bits."""
+    """Time of a step of `num_tokens` tokens with 8-bit activations, divided by its time with more bits, in turns."""
 
     num_tokens: Size
     ratio: Measure
+    """The median of the turns."""
+    least: Measure
+    most: Measure
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f} ({self.least:.2f} to {self.most:.2f})"
 
 
 @dataclass(frozen=True)
@@ -386,8 +392,8 @@ class InEightBits:
 
     def __str__(self) -> str:
         *steps, prompt = self.times
-        said = [f"a step of {time.num_tokens} in {time.ratio:.2f}" for time in steps]
-        said.append(f"{prompt.num_tokens} tokens of a prompt in {prompt.ratio:.2f}")
+        said = [f"a step of {time.num_tokens} in {time}" for time in steps]
+        said.append(f"{prompt.num_tokens} tokens of a prompt in {prompt}")
         return (
             f"{', '.join(said)} of the time with {self.instead_of}; KL divergence {self.mean_kl:.2g}, the same most "
             f"probable token at {self.top1_agreement:.2%} of {self.num_tokens:,} tokens"

@@ -211,6 +211,8 @@ def _hub_errors(name: str, repo: str) -> Iterator[None]:
         raise SpecDecError(
             f"there is no file or directory of this name here, and the hub cannot be reached for: {name}",
             hint=_what_is_here() or "give the path of a local model, or a shipped name (demo, demo-draft, demo-hybrid)",
+            code="no_such_model",
+            name=name,
         ) from None
     except (OSError, httpx2.HTTPError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
@@ -230,6 +232,8 @@ def _of_answer(name: str, repo: str, error: Any) -> SpecDecError:
         return SpecDecError(
             f"neither a file or directory here nor a model on the hub: {name}",
             hint="shipped names are `demo`, `demo-draft`, `demo-hybrid`; a private model needs `hf auth login`",
+            code="no_such_model",
+            name=name,
         )
     if isinstance(error, errors.GatedRepoError) or status in (401, 403):
         return SpecDecError(

@@ -65,6 +65,8 @@ def resolve_model(name: str) -> Path:
             f"model directory does not exist: {name}",
             hint="check the path; shipped models are `demo`, `demo-draft` and `demo-hybrid`; the shipped head is "
             "`demo-head`",
+            code="no_such_model",
+            name=name,
         )
     return hub.download(name)
 

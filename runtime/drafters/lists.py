@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from runtime.checkpoint.config import MAX_DRAFT_LEN
 from runtime.util.errors import UsageError
 
 Devices = tuple[int, ...] | None
@@ -50,6 +51,10 @@ class Entry:
                     raise UsageError(
                         f"{self.name} in `{flag}` must be a whole number of at least 1: {value!r}",
                         hint=f"its form is {form}",
+                    )
+                if self.field == "max_draft_len" and value > MAX_DRAFT_LEN:
+                    raise UsageError(
+                        f"{self.name} in `{flag}` must be at most {MAX_DRAFT_LEN}: {value}", hint="lower it"
                     )
             case "bool":
                 if not isinstance(value, bool):

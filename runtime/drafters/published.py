@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.resolve import name_of, read_model_config, weight_files
+from runtime.checkpoint.resolve import name_of, read_model_config, resolve_head, weight_files
 from runtime.drafters.heads.head_config import is_head, language_model, read_head
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.speculation import model_drafter
@@ -51,11 +51,15 @@ def drafters_beside(target: Path, named: Iterable[str]) -> Iterator[tuple[str, D
     vocabulary.
     """
     config = read_model_config(target)
+    listed = {target.resolve()}
     for name in named:
-        yield name, model_drafter(name)
+        places = {resolve_head(name).resolve(), Path(name).expanduser().resolve()}
+        if not places & (listed - {target.resolve()}):
+            yield name, model_drafter(name)
+        listed |= places
     found = 0
     for path in sorted(target.parent.iterdir()) if target.parent != target else []:
-        if found < _MOST_BESIDE and path != target and _may_draft(path, target, config):
+        if found < _MOST_BESIDE and path.resolve() not in listed and _may_draft(path, target, config):
             found += 1
             yield name_of(path), model_drafter(name_of(path))
 

@@ -23,6 +23,7 @@ from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, Servin
 from runtime.text.text import TextStream
 from runtime.util.at_exit import call_at_exit
 from runtime.util.errors import UsageError
+from runtime.util.words import chosen
 
 
 class AsyncLLM:
@@ -41,6 +42,7 @@ class AsyncLLM:
         max_queue_len: int = 4096,
         **options: Unpack[LLMOptions],
     ) -> None:
+        draft_len_mode = chosen(DraftLenMode, draft_len_mode)
         check_arguments(AsyncLLM.__init__, {"max_queue_len": max_queue_len, "draft_len_mode": draft_len_mode})
         self._readers: dict[str, _Reader] = {}
         self._request_ids = count()

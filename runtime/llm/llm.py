@@ -43,7 +43,7 @@ from runtime.drafters.specs import AnySpec
 from runtime.drafters.speculation import Speculation
 from runtime.engine.devices import check_device_ids
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
-from runtime.llm.options import engine_options_for, own_names, usual_speculation
+from runtime.llm.options import check_not_empty, engine_options_for, own_names, usual_speculation
 from runtime.llm.prompts import Prompt, prompts_of
 from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
@@ -73,6 +73,7 @@ from runtime.text.token_text import special_token_ids
 from runtime.util.at_exit import call_at_exit, closed_at_exit
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError, errors_about
 from runtime.util.locks import MODEL_INIT_LOCK
+from runtime.util.words import chosen
 
 if TYPE_CHECKING:
     from runtime.loop.lossless.results import LosslessCheck
@@ -107,9 +108,9 @@ class LLM:
         profile: str | Path | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
-        engine = own_names(engine)
+        engine, mode = own_names(engine), chosen(Mode, mode)
+        check_not_empty({"tokenizer": tokenizer, "profile": profile})
         tell_problems()
-        check_arguments(EngineOptions, engine)
         check_arguments(LLM.__init__, {"mode": mode, "max_num_tokens": max_num_tokens, "seed": seed})
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         if not isinstance(model, str | Path | Bundle) or not str(model):
@@ -292,6 +293,7 @@ class LLM:
         `drafter` None stands for the drafter of the `LLM`'s speculative_config or profile, if it has one.
         `draft_len_mode` None stands for `Speculation.default_mode`.
         """
+        draft_len_mode = chosen(DraftLenMode, draft_len_mode)
         check_arguments(LLM.session, {"draft_len_mode": draft_len_mode})
         if drafter is None and self._usual is not None:
             usual = self._usual if draft_len_mode is None else self._usual.in_mode(draft_len_mode)

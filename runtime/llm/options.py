@@ -7,11 +7,12 @@ from typing import Any, cast
 
 from runtime.builder.engine_options import OTHER_NAMES, EngineOptions, value_of
 from runtime.builder.profile import profile_for_model
-from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN
+from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN, check_arguments
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.speculative_config import speculation_of_config
 from runtime.engine.engine import KVCacheConfig
 from runtime.util.errors import UsageError
+from runtime.util.words import nearest
 
 
 class LLMOptions(EngineOptions, total=False):
@@ -44,6 +45,20 @@ _INSTEAD = {
 """
 
 
+def check_not_empty(options: Mapping[str, Any]) -> None:
+    """UsageError for an empty text: as a path it would be the current directory."""
+    for name, value in options.items():
+        if value == "":
+            raise UsageError(f"{name} has an empty value: ''", hint="leave it out")
+
+
+def _instead_of(name: str, value: Any) -> str:
+    if name in _INSTEAD:
+        return f"use {_INSTEAD[name].format(value=value)}"
+    near = nearest(name, LLMOptions.__annotations__)
+    return f"perhaps `{near}`" if near else "docs/python.md lists the arguments"
+
+
 def usual_speculation(
     config: Mapping[str, Any] | None, profile: str | Path | None, model: str | None
 ) -> Speculation | None:
@@ -72,19 +87,20 @@ def engine_options_for(speculation: Speculation, options: EngineOptions) -> Engi
 
 
 def own_names(options: Mapping[str, Any]) -> EngineOptions:
-    """Options under our names; TypeError for an unknown name, UsageError for an option given under both of its
-    names.
+    """Options under our names. UsageError for an unknown name, a value that the option cannot have, an empty text, or
+    an option given under both of its names.
     """
+    check_not_empty(options)
     engine: dict[str, Any] = {}
     given: dict[str, str] = {}
     for name, value in options.items():
         if name not in EngineOptions.__annotations__:
-            instead = f": use {_INSTEAD[name].format(value=value)}" if name in _INSTEAD else ""
-            raise TypeError(f"LLM.__init__() got an unexpected keyword argument '{name}'{instead}")
+            raise UsageError(f"LLM has no argument of this name: {name}", hint=_instead_of(name, value))
         own = OTHER_NAMES.get(name, name)
         if own in engine:
             raise UsageError(
                 f"{given[own]} and {name} are two names of one option: {engine[own]}, {value}", hint="give one of them"
             )
         engine[own], given[own] = value_of(own, value), name
+        check_arguments(EngineOptions, {name: engine[own]})  # by the name that was given
     return cast(EngineOptions, engine)

@@ -75,7 +75,8 @@ def _times_in_turn(more: Engine, eight: Engine) -> Iterator[RelativeTime]:
             for engine, own in zip((more, eight), seconds, strict=True):
                 time_cell(engine, 1, context_len, length)
                 own.append(time_cell(engine, 1, context_len, length))
-        yield RelativeTime(length, median(seconds[1]) / median(seconds[0]))
+        ratios = [eighth / other for other, eighth in zip(*seconds, strict=True)]
+        yield RelativeTime(length, median(ratios), min(ratios), max(ratios))
     for engine in (more, eight):
         engine.clear_cache()
 

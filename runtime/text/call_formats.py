@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from runtime.util.errors import UsageError
+from runtime.util.words import word_among
 
 
 @dataclass(frozen=True)
@@ -239,13 +240,12 @@ def named_reasoning_format(name: str) -> ReasoningFormat | None:
 
 
 def _named(name: str, formats: Mapping[str, T], of: str) -> T | None:
-    if name == NO_FORMAT:
-        return None
-    if name not in formats:
+    known = word_among(name, (NO_FORMAT, *formats))
+    if known is None:
         raise UsageError(
             f"no such format of {of}: {name}", hint=f"the formats are {', '.join(sorted(formats))} and {NO_FORMAT}"
         )
-    return formats[name]
+    return formats.get(known)
 
 
 @dataclass(frozen=True)

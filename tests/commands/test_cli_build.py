@@ -89,7 +89,7 @@ def test_a_model_is_quantized_as_convert_and_build_do_it(
     (tmp_path / "ids.csv").write_text("5,6")
     again = specdec("run", "model.gguf", "--input-file", "ids.csv", "--compiler", "none", *flags[:2])
     assert again.exit_code == 1
-    said(again, "GGUF", "`--quantization`")
+    said(again, "GGUF", "`--qformat`")  # as it was typed
 
 
 def test_activations_of_8_bits_are_compared_with_those_of_more(

@@ -21,6 +21,7 @@ from tiny import make_model
 from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
 
+from commands.options.spellings import normalize_name
 from runtime.checkpoint.config import ENGINE_FORMAT_VERSION
 from runtime.checkpoint.tokenizer import SAVED
 from runtime.util.errors import SpecDecError
@@ -196,6 +197,17 @@ def two_ggufs(directory: Path) -> None:
     (directory / "gguf" / "n.gguf").write_text("GGUF")
 
 
+@named
+def parallel_draft(mask: object) -> Damage:
+    """The model again, as a parallel draft model with this mask token."""
+
+    def copy(directory: Path) -> None:
+        shutil.copytree(directory / "model", directory / "other")
+        edit_json(directory / "other" / "config.json", pard_token=mask)
+
+    return copy
+
+
 def none_of(value: object) -> None:
     """Return nothing, for a lambda."""
 
@@ -312,6 +324,18 @@ def drafting(engine: str, config: str = "[4,[0],[0],False]") -> str:
 
 
 DRAFTERS = [
+    case("run model 'a b' --mtp-config 3", 2, "`--mtp-config`", "3", "`--draft-model-dir`"),
+    case("run model 'a b' --eagle-config 3", 2, "`--eagle-config`", "3", "`--draft-model-dir`"),
+    case("run model a --quantization int4 --self-draft int4 --spec-decode-algo SELF", 1, "4 bits", "`--self-draft`"),
+    case(RUN + "--ngram-config [300,2]", 2, "`--ngram-config`", "256", "300"),
+    case(RUN + "--ngram-config [4,2] --max-num-seqs 0", 2, "`--max-num-seqs`", "0"),
+    case("run model a --max-model-len 9999 --compiler none", 1, "`--max-model-len`", "9999", "256"),
+    case("run model a --max_tokens many", 2, "`--max_tokens`", "many"),
+    case("tune model --compare-activations --input-text a", 2, "`--compare-activations`"),
+    case(
+        "run model a --draft-model-dir other --spec-decode-algo PARD", 1, "`pard_token`", "'x'", "other",
+        damage=parallel_draft("x"),
+    ),
     case(RUN + "--draft-engine-dir draft", 2, "`--draft-engine-dir`", "--draft-target-model-config", "draft"),
     case(RUN + CONFIG, 2, "[4,[0],[0],False]", "`--draft-engine-dir`"),
     case(RUN + NGRAM + drafting("draft"), 2, "`--ngram-config`", "`--draft-target-model-config`"),
@@ -452,6 +476,13 @@ EMPTY_VALUES = [
 ]
 
 PLACES = [
+    case("build model --quantization int4", 2, "--quantization", "`specdec convert --qformat`"),
+    case("build model", 2, "model", "`--checkpoint-dir`", "`specdec convert model`"),
+    case("convert model --max-seq-len 64", 2, "--max-seq-len", "`specdec build --max-seq-len`"),
+    case("check receipts.jsonl", 1, "`specdec check receipts.jsonl demo`", damage=file("receipts.jsonl", "{}")),
+    case("regress --traces traces.jsonl", 1, "`specdec regress demo`"),
+    case("run dmeo a", 1, "dmeo", "`demo`"),
+    case("run ./modl a", 1, "modl", "`./model`"),
     case(CONVERT.replace(" model", " x.gguf"), 1, "x.gguf"),
     case(CONVERT.replace(" model", " gguf"), 1, "`gguf/m.gguf`", damage=gguf_only),
     case(CONVERT.replace(" model", " gguf"), 1, "m.gguf, n.gguf", "gguf/m.gguf", damage=two_ggufs),
@@ -494,7 +525,7 @@ NUMBERS = [
     case(RUN + "--kv-cache-free-gpu-memory-fraction 1.5", 2, "1.0", "1.5"),
     case(RUN + f"--max-tokens-in-paged-kv-cache {10**14}", 1, "free", "`--max-tokens-in-paged-kv-cache`"),
     case(RUN + "--draft-len-mode auto", 2, "`--draft-len-mode auto`"),
-    case(MODEL + f"--max-seq-len {2**30}", 1, "max_seq_len", "256"),
+    case(MODEL + f"--max-seq-len {2**30}", 1, "`--max-seq-len`", "256"),
     case(MODEL + "--ngram-config 300,2", 2, "256", "300"),
     case(BUILD + "--max-input-len 128", 1, "max_seq_len", "128"),
     case(CONVERT + "--pp-size 2", 2, "--pp-size", "2"),
@@ -670,7 +701,8 @@ def assert_one_clear_error(result: Result, exit_code: int, words: tuple[str, ...
 def flags_of_others(hint: str, arguments: list[str]) -> set[str]:
     """Flags that a hint names and the command has not; those of other commands stand behind the command's name."""
     flags = flags_of_commands().get(arguments[1] if arguments[0] == "corpus" else arguments[0], set())
-    named = {found.split("=")[0] for found in re.findall(r"`--([a-z][a-z=-]*)", hint)}
+    found = re.findall(r"`--([a-z][a-z=-]*)", hint)
+    named = {normalize_name(one.split("=")[0], arguments[0]) for one in found}  # or as it was typed
     return named - flags - {"help"}
 
 

@@ -125,12 +125,19 @@ def test_async_errors_are_raised_where_they_are_asked(llama_uncompiled_dir: Path
 
 
 def test_vllms_arguments_are_ours_or_are_answered(llama_uncompiled_dir: Path) -> None:
-    with pytest.raises(TypeError, match='enforce_eager.*compiler="none"'):
-        LLM(llama_uncompiled_dir, enforce_eager=True)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"free_gpu_memory_fraction=0\.5"):
-        LLM(llama_uncompiled_dir, gpu_memory_utilization=0.5)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="'max_modellen'$"):
-        LLM(llama_uncompiled_dir, max_modellen=8)  # type: ignore[call-arg]
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({"enforce_eager": True}, 'compiler="none"'),
+        ({"gpu_memory_utilization": 0.5}, "free_gpu_memory_fraction=0.5"),
+        ({"max_modellen": 8}, "`max_model_len`"),
+        ({"head": ""}, "leave it out"),
+        ({"max_num_seqs": 0}, "correct its value"),
+        ({"tokenizer": ""}, "leave it out"),
+    ]
+    for options, answer in asked:
+        with pytest.raises(UsageError, match=next(iter(options))) as raised:
+            LLM(llama_uncompiled_dir, **options)
+        assert answer in str(raised.value.hint)
+    LLM(llama_uncompiled_dir, mode="LEADER").close()  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="max_batch_size and max_num_seqs"):
         LLM(llama_uncompiled_dir, max_batch_size=2, max_num_seqs=3)
     words = {"quantization": "none", "kv_cache_dtype": "FP8_E4M3", "dtype": "BFloat16", "draft_vocab": "Auto"}

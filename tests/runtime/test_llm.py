@@ -377,7 +377,7 @@ def test_parameters_for_each_prompt(llm: LLM, expected: list[list[int]], tokeniz
         (lambda llm: llm.generate([[True]]), "True"),
         (lambda llm: llm.generate([[5, "a"]]), "5, 'a'"),
         (lambda llm: llm.generate("a\ud800"), "'a\\ud800'"),
-        (lambda llm: llm.generate([[1, 2]], draft_len_mode="AUTO"), "'AUTO'; 'fixed'; 'auto'"),
+        (lambda llm: llm.generate([[1, 2]], draft_len_mode="ALWAYS"), "'ALWAYS'; 'fixed'; 'auto'"),
         (lambda llm: llm.generate([[1, 2]], {"temperature": 0}), "SamplingParams"),
         (lambda llm: llm.generate([[1, 2]], drafter=NgramDrafter), "NgramDrafter; class"),
         (lambda llm: llm.check_lossless([], drafter=NgramDrafter()), ""),

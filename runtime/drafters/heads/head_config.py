@@ -278,7 +278,12 @@ def read_pard_mask(config: dict[str, Any], vocab_size: int, directory: Path | st
             "`DRAFT_TARGET`",
             code="no_pard_token",
         )
-    if type(found) is not int or not 0 <= found < vocab_size:
+    if type(found) is not int:
+        raise SpecDecError(
+            f"`{PARD_MASK}` in the draft model's config.json must be a whole number: {shown(found)}, in {directory}",
+            hint="download the draft model again",
+        )
+    if not 0 <= found < vocab_size:
         raise SpecDecError(
             f"`{PARD_MASK}` is outside the draft model's vocabulary of {vocab_size}: {shown(found)}, in {directory}",
             hint="download the draft model again",
@@ -510,10 +515,13 @@ def _refuse_other_blocks(config: dict[str, Any], own: dict[str, Any], layers: di
 
 
 def _mask_token(config: dict[str, Any], own: dict[str, Any], vocab_size: int, where: str) -> int:
-    found = next((record[key] for record in (own, config) for key in _MASKS if record.get(key) is not None), None)
+    given = ((key, record[key]) for record in (own, config) for key in _MASKS if record.get(key) is not None)
+    key, found = next(given, ("mask_token_id", None))
     found = int(found) if isinstance(found, str) and found.isdigit() else found
-    if type(found) is not int or not 0 <= found < vocab_size:
-        raise _damaged(f"`{where}: mask_token_id` is outside the vocabulary of {vocab_size}: {shown(found)}")
+    if type(found) is not int:
+        raise _damaged(f"`{where}: {key}` must be a whole number: {shown(found)}")
+    if not 0 <= found < vocab_size:
+        raise _damaged(f"`{where}: {key}` is outside the vocabulary of {vocab_size}: {shown(found)}")
     return found
 
 

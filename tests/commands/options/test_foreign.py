@@ -85,7 +85,7 @@ def test_what_a_command_does_anyway_needs_no_answer() -> None:
         ("""run demo a --ngram-config 4,2 --speculative-config '{"method": "suffix"}'""", ("--ngram-config",)),
         ("run demo a --engine-dir engine_outputs", ("`demo`", "`--engine-dir`", "engine_outputs")),
         ("run demo a --model-dir demo-draft", ("`demo`", "`--model-dir`", "demo-draft")),
-        ("chat demo --model demo-draft", ("`demo`", "`--model-dir`", "demo-draft")),
+        ("chat demo --model demo-draft", ("`demo`", "`--model`", "demo-draft")),
         ("tune demo --engine-dir engine --input-text a", ("`demo`", "`--engine-dir`", "engine")),
         ("summarize demo --model_dir demo-draft", ("`demo`", "`--model-dir`")),
         ("doctor demo --engine-dir engine", ("`demo`", "`--engine-dir`")),

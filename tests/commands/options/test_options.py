@@ -5,20 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from sentences import Said
 
 from commands.options.drafter_flags import DrafterFlags, LeaderDrafterFlags
 from commands.options.engine_choice import EngineOptions, KVCacheOptions, check_needed_drafter
 from commands.options.engine_flags import BuildEngineOptions, ConvertEngineOptions, ModelEngineOptions
 from commands.options.leader_flags import LeaderOptions
+from commands.options.parameters import commands_of
 from commands.options.sampling_flags import SamplingOptions
 from commands.options.speculation_flags import SpeculationOptions
-from runtime.builder.engine_options import OPTIONS, words_of
+from runtime.builder.engine_options import OPTIONS, value_of, words_of
 from runtime.core.params import GREEDY, SamplingConfig, SamplingParams
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import SuffixDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.util.errors import UsageError
+from specdec_cli.app import app
 
 BOTH = "`--kv-cache-enable-block-reuse` and `--{}` cannot be given together"
 
@@ -61,8 +64,8 @@ def test_what_needs_a_drafter_says_so(check_lossless: bool, draft_len_mode: Draf
 def test_a_copy_that_nobody_drafts_with_is_told(
     llama_dir: Path, capsys: pytest.CaptureFixture[str], said: Said
 ) -> None:
-    def choose(algorithm: str | None, **settings: Any) -> str:
-        leader = LeaderOptions(str(llama_dir), algorithm, engines=ModelEngineOptions(self_draft="int4"))
+    def choose(algorithm: str | None, copy: str = "int4", **settings: Any) -> str:
+        leader = LeaderOptions(str(llama_dir), algorithm, engines=ModelEngineOptions(self_draft=copy))
         EngineOptions(leader=leader).choose(SamplingParams(), None, **settings)
         return capsys.readouterr().err
 
@@ -73,6 +76,10 @@ def test_a_copy_that_nobody_drafts_with_is_told(
     with pytest.raises(UsageError) as raised:
         choose(None, check_lossless=True)
     said(raised, "SELF")
+    assert choose("NGRAM", "none") == choose("AUTO", "none") == ""
+    with pytest.raises(UsageError) as raised:
+        choose("SELF", "none")
+    said(raised, "`--self-draft none`")
 
 
 PROFILE = Path("tuned.json")
@@ -107,17 +114,13 @@ def test_engine_that_is_there_is_not_built_anew(engines: ModelEngineOptions, mes
 
 
 @pytest.mark.parametrize("group", [ModelEngineOptions, ConvertEngineOptions, BuildEngineOptions])
-def test_every_command_takes_all_words_of_an_option(group: Any, said: Said) -> None:
+def test_every_command_takes_all_words_of_an_option(group: Any) -> None:
     options = [field.name for field in fields(group) if field.name in OPTIONS]
     words = [(name, *one) for name in options for one in words_of(name).items()]
     for name, word, value in words:
         for given in (group(**{name: word}), group(**{name: word.upper()})):
             given.check()
             assert given.options == {name: value}
-    if "quantization" in options:
-        with pytest.raises(UsageError) as raised:
-            group(quantization="int5").check()
-        said(raised, "`--quantization`", "int5")
 
 
 def params(random_seed: int = 0, **given: Any) -> SamplingConfig:
@@ -163,3 +166,18 @@ def test_flags_that_greedy_leaves_without_effect_are_named(
     params(**given)
     warning = "warning: `--top-k 1` is greedy: `--temperature`, `--top-p` and `--min-p` have no effect\n"
     assert capsys.readouterr() == ("", warning if warns else "")
+
+
+def test_words_of_choices_are_taken_in_any_case_with_either_hyphen() -> None:
+    """Words are taken by flags, and so by variables and files, whose values flags read; and by options of `LLM`."""
+    words = 0
+    for name, command in commands_of(typer.Context(group := typer.main.get_command(app))).items():
+        context = command.context_class(command, info_name=name, **command.context_settings)
+        for param in command.params:
+            for word in param.type_descriptor.choices or ():
+                for other in (word, word.upper(), word.title().replace("-", "_"), word.replace("_", "-")):
+                    assert param.process_value(context, other) == word, (name, param.opts)
+                words += 1
+    assert words > 100 and group.name == "specdec"
+    assert value_of("compiler", "Torch_Compile") == "torch-compile" and value_of("kv_cache_dtype", "FP8-E4M3") == "fp8"
+    assert value_of("self_draft", "None") is None and value_of("dtype", "BFloat16") == "bfloat16"

@@ -1,5 +1,6 @@
 """Settings in variables and files: which one holds, what each flag may be written as, and what is wrong with one."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +11,7 @@ from command_line import PROMPT, Specdec, assert_valid, ids_of
 from sentences import Said
 
 from commands.options.parameters import NOT_IN_FILES, commands_of
+from runtime.drafters.specs import DRAFTERS
 from specdec_cli.app import app
 
 
@@ -80,7 +82,8 @@ def test_every_flag_of_every_command_may_be_a_variable_or_a_key(
     for name, command in commands_of(_context()).items():
         flags = [one for one in command.params if one.param_type_name == "option" and one.name not in NOT_IN_FILES]
         samples = {flag.name: sample_of(flag) for flag in flags}
-        Path("all.yaml").write_text("\n".join([f"{name}:", *(f"  {key}: {value}" for key, value in samples.items())]))
+        lines = [f"  {key}: {json.dumps(value)}" for key, value in samples.items()]
+        Path("all.yaml").write_text("\n".join([f"{name}:", *lines]))
         by_key = shown(specdec, name, "--config", "all.yaml")
         with monkeypatch.context() as patch:
             for key, value in samples.items():
@@ -143,10 +146,24 @@ def test_a_flag_that_commands_call_differently_is_one_row(place: Path, specdec: 
     ]
 
 
+SAMPLES = {spec.description.flag: spec.description.form.example for spec in DRAFTERS.values()} | {
+    "spec_decode_algo": "NGRAM",
+    "drafters": "ngram",
+    "speculative_config": '{"method": "ngram"}',
+    "kv_cache_disk_size": "20G",
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "think",
+    "max_diverged": "2%",
+}
+"""Values of flags that are texts of a form."""
+
+
 def sample_of(flag: Any) -> str:
     described = flag.type_descriptor
     if described.choices:
         return str(described.choices[0])
+    if flag.name in SAMPLES:
+        return SAMPLES[flag.name]
     kinds = {described.annotation, *get_args(described.annotation)}
     least = described.parameter_info.min or 0
     samples = {int: f"{max(7, int(least))}", float: "0.5", bool: "true"}
@@ -235,3 +252,36 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(
     result = specdec("run", "a b", "--config", "prod.yaml")
     assert result.exit_code == 2 and result.stderr.count("error: ") == 1 and "Traceback" not in result.stderr
     said(result, *values)
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        ("run", "spec_decode_algo: NGRRAM"),
+        ("run", "ngram_config: '[300,x]'"),
+        ("run", "drafters: ngram,sufix"),
+        ("run", "quantization: int5"),
+        ("run", "speculative_config: magic"),
+        ("run", "kv_cache_disk_size: much"),
+        ("serve", "tool_call_parser: herms"),
+        ("serve", "reasoning_parser: thinks"),
+        ("regress", "max_diverged: many"),
+        ("convert", "qformat: int5"),
+        ("build", "device: gpu"),
+    ],
+)
+def test_config_show_says_what_the_command_would_say(
+    command: str, setting: str, place: Path, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _, value = setting.partition(": ")
+    Path("prod.yaml").write_text(f"\n{setting}")
+    needed = ["demo", "--traces", "t.jsonl"] if command == "regress" else [] if command == "build" else ["demo"]
+    by_command = specdec(command, *needed, "--config", "prod.yaml")
+    assert by_command.exit_code == 2 and "prod.yaml, line 2)" in by_command.stderr, by_command.stderr
+    assert (
+        specdec("config", "show", command, "--config", "prod.yaml").stderr.splitlines()[0]
+        == by_command.stderr.splitlines()[0]
+    )
+    monkeypatch.setenv(variable := f"SPECDEC_{name.upper()}", value.strip("'"))
+    for words in ((command, *needed), ("config", "show", command), ("config", "show")):
+        assert f"(the variable {variable})" in specdec(*words).stderr, words

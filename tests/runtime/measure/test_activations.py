@@ -35,5 +35,7 @@ def test_divergence_is_that_of_all_positions_of_the_outputs(make_engine_dir: Mak
     assert found.top1_agreement == pytest.approx(float((more.argmax(-1) == eight.argmax(-1)).double().mean()))
     assert (found.num_tokens, found.instead_of) == (38, "int16")
     assert [time.num_tokens for time in found.times][:2] == [1, 11]
+    assert all(0 < time.least <= time.ratio <= time.most for time in found.times)
+    assert f"a step of 1 in {found.times[0].ratio:.2f} ({found.times[0].least:.2f} to " in str(found)
     for llm in opened:
         llm.close()
