@@ -112,8 +112,8 @@ def home_file() -> Path:
 
 
 class Defaults(dict[str, Any]):
-    """A context's `default_map`: values from files. They are read when Typer first asks for a flag that
-    was not given.
+    """A context's `default_map`: values from files, and from variables in other spellings. They are read when Typer
+    first asks for a flag that was not given.
     """
 
     def __init__(self, context: Any) -> None:
@@ -123,7 +123,9 @@ class Defaults(dict[str, Any]):
 
     @property
     def held(self) -> dict[str, Held]:
-        """Settings that files give the command, by the flags' Python names. Raises the errors of `read_settings`."""
+        """Settings from files, and from variables in other spellings, by the flags' Python names. Raises the errors of
+        `read_settings`.
+        """
         if self._held is None:
             self._held = {}
             named = self.context.params.get("config")
@@ -145,7 +147,7 @@ class Defaults(dict[str, Any]):
                     yield param.name, Held(value, Origin(f"the variable {variable}", _IN_VARIABLE))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a flag; None if the files do not set it."""
+        """The value of a flag; `default` if neither a file nor a variable in another spelling sets it."""
         held = None if name in NOT_IN_FILES else self.held.get(name)
         return default if held is None else held.value
 

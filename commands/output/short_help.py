@@ -67,7 +67,7 @@ _PANEL_OF = {
     "output_len": SAMPLING,
     "stop_words": SAMPLING,
 }
-"""Groups of arguments and flags that the short help puts into another group, or into none. They come first in that
+"""Groups of arguments and flags that the short help puts into another group. They come first in that
 group.
 """
 _BRIEFS = {

@@ -510,15 +510,19 @@ _NUM_BEFORE_POOLS = 5  # a step's inputs that are its batch
 
 
 def _stand_ins(shapes: Shapes) -> list[int]:
-    """The tensors among the arguments of a layer's call."""
+    """Number, for each layer with K/V, of the pool that stands for the layer's own. Layers of one shape share a pool;
+    the last layer, which is no call, shares with none.
+    """
     kinds = [repr(replace(one, layer=0)) for one in shapes.layers[:-1]]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     return [*(numbers[kind] for kind in kinds), *[len(numbers)][: len(shapes.layers)]]
 
 
 def _have_own_pools(graph: Graph, calls: dict[int, _LayerCall], stand_ins: list[int]) -> bool:
-    """Number, for each layer with K/V, of the pool that stands for the layer's own. Layers of one shape share a pool;
-    the last layer, which is no call, shares with none.
+    """Give each layer's call pools of its own, as inputs of the step, in place of shared pools.
+
+    Returns False, and changes nothing, if something other than a layer reads a shared pool: then the owner of that pool
+    is not known.
     """
     with_kv = [i for i in sorted(calls) if calls[i].num_of_kv]
     num_parts, num_few = max(0, *(one.num_of_kv - 1 for one in calls.values())), len(set(stand_ins))
@@ -555,11 +559,7 @@ def _placeholder_like(graph: Graph, node: Node) -> Node:
 
 @dataclass(frozen=True)
 class _Folded:
-    """Give each layer's call pools of its own, as inputs of the step, in place of shared pools.
-
-    Returns False, and changes nothing, if something other than a layer reads a shared pool: then the owner of that pool
-    is not known.
-    """
+    """A graph whose constants are named weights without values, and the recipe by which they are made."""
 
     graph: GraphModule
     recipe: Recipe
@@ -570,7 +570,9 @@ class _Folded:
 
 
 def _fold(module: GraphModule) -> _Folded:
-    """A graph whose constants are named weights without values, and the recipe by which they are made."""
+    """The graph without operations that depend on constants alone: their results are computed once, and become
+    weights.
+    """
     constants = _constants(list(module.graph.nodes))
     used = [node for node in constants if any(user not in constants for user in node.users)]
     made_by = {f"weight_{i}": node for i, node in enumerate(used)}
@@ -602,9 +604,7 @@ def _recipe(nodes: list[Node], made_by: dict[str, Node]) -> Recipe:
 
 
 def _constants(nodes: list[Node]) -> dict[Node, None]:
-    """The graph without operations that depend on constants alone: their results are computed once, and become
-    weights.
-    """
+    """Nodes that depend on attributes and numbers alone, and whose memory no node writes, in order."""
     found: dict[Node, None] = {}
     changed = {memory_of(one) for node in nodes for one in _written(node)} - {None}
     for node in nodes:

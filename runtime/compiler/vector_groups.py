@@ -72,7 +72,9 @@ class _Calls:
         return makers[0] if is_all and makers[0].name == name else None
 
     def replace_sums(self) -> None:
-        """Replace each addition whose operands are in arrays by the operation that reads and writes arrays."""
+        """Replace each addition whose views lie densely along the last dimension by the operation that reads and writes
+        arrays.
+        """
         for call in self.calls:
             if call.name == "add" and _is_along_last([call.out, *call.operands]) and has_loops(call):
                 call.name = "add_arrays"

@@ -117,7 +117,7 @@ class AdaptiveDrafter(CompositeDrafter):
         decay.
         """
         self._num_off = 0
-        """Number of steps in a row without a draft."""
+        """Number of steps in a row without a draft, or in which looking gained too little."""
         self._mean_gains: dict[int, float] = {}
         """Mean gain of past steps, in multiples of the time of looking, by batch size; it decays."""
         self._meter = Meter(clock) if clock is not None else None

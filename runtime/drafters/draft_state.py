@@ -24,7 +24,7 @@ class DraftState:
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
     confidence_stop: list[int] = field(default_factory=list)
-    """Records the model's confidence in each token, if given (`runtime.drafters.confidence_stop`)."""
+    """Class of the model's confidence in each token, if a `ConfidenceStop` records it."""
     survives: float = 1.0
     """Probability that all tokens of the draft are accepted, by the model's confidence."""
     has_ended: bool = False

@@ -119,9 +119,7 @@ class TextLookup(ABC):
 
     @abstractmethod
     def _look_up_after(self, history: History, new: list[int], draft_len: int) -> Draft:
-        """Number of tokens before `end` that equal the last tokens of `tail`, at most `most`. It is found by bisection,
-        comparing slices.
-        """
+        """Continuation of the sequence's text followed by the tokens `new`."""
 
 
 def as_characters(tokens: Iterable[int]) -> str:

@@ -325,7 +325,7 @@ def _processor_flags() -> list[str]:
 
 
 def _toolchain(compiler: str) -> str:
-    """Versions of the compiler and of the C library; empty without a compiler."""
+    """Versions of the compiler and of the C library; without a compiler, of the C library alone."""
     said = ""
     with contextlib.suppress(OSError, ValueError):
         said = subprocess.run([*shlex.split(compiler), "-v"], capture_output=True, text=True).stderr

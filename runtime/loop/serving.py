@@ -216,7 +216,7 @@ class ServingLoop:
         self._answers: dict[int, RequestHandle] = {}
         """Unfinished answers, by the ids of their requests."""
         self._num_of: dict[Hashable, Counter[int]] = {}
-        """Number of unfinished answers of each client, and the clients by their owners' ids."""
+        """Number of unfinished answers of each client, by the ids of the answers' owners."""
         self._has_cancelled = False
         self._is_stopping = False
         self._thread = Thread(target=self._run, name="specdec-serving", daemon=True)

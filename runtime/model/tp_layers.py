@@ -308,8 +308,8 @@ def _kv_pieces(layers: Seq[LayerShape], tp_size: int, family: str) -> int:
 
 
 def _with_vocabulary(model: PreTrainedModel, splits: dict[str, Split], tp_size: int) -> Splitting:
-    """The splits with the embeddings added: split like the output layer, if both can be split or they are not tied;
-    otherwise whole.
+    """The splits with embeddings and output layer added, each split if its rows can be divided; if they are tied, both
+    or neither.
     """
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -437,7 +437,9 @@ class TextStream:
 
     @property
     def num_begun(self) -> int:
-        """The part of the text that may be shown: no stop word, and no beginning of one."""
+        """Number of tokens whose text is shown at least in part; at the end all, except tokens that a stop word cut
+        off.
+        """
         if self._is_whole and not self._is_cut:
             return len(self.starts)
         return bisect_left(self.starts, self._num_shown)

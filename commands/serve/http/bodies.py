@@ -47,8 +47,8 @@ class Group:
                 raise self.names.told(answer.progress.error)
 
     async def step(self) -> None:
-        """Wait until an answer has grown or ended. ClientGone if the client has disconnected, HTTPError if an answer
-        has failed.
+        """Wait until an answer has grown or ended. ClientGone if the client has disconnected; the HTTPError of
+        `end`, if the group was ended.
         """
         await self.changed.wait()
         self.changed.clear()

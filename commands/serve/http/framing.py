@@ -61,7 +61,7 @@ class _StrictLines(ReceiveBuffer):
         return lines
 
     def maybe_extract_next_line(self) -> bytearray | None:
-        """The next line, such as the line with a chunk's size. A size that does not fit into 64 bits is refused:
+        """The next line, such as the line with a chunk's size. A size of more than 15 digits is refused:
         another reader may see a small number there.
         """
         end = self._data.find(b"\n")

@@ -19,8 +19,8 @@ _SCOPE_KEY = "specdec.noted"
 
 @dataclass
 class _Noted:
-    """Facts of a request that its route knows. `num_alternatives` is the number of outputs for each prompt, which are
-    generated one after the other.
+    """Facts of a request that its route knows. `num_alternatives` is the number of outputs for each prompt, which stand
+    one after the other in `answers`.
     """
 
     model: str = ""

@@ -282,9 +282,7 @@ def _model_routes(server: Server, version: str) -> APIRouter:
     @router.get("/v1/models", responses=_REFUSED, response_model=ModelsAnswer)
     @router.get("/models", responses=_REFUSED, response_model=ModelsAnswer)
     async def models() -> dict[str, Any]:
-        """The model that is served, under each of its names. Codex reads the key `models`, which has descriptions in
-        OpenAI's own form.
-        """
+        """The model that is served, under each of its names. Codex reads the key `models`, which is empty here."""
         return {"object": "list", "data": [card(name) for name in served.names], "models": []}
 
     @router.get("/v1/models/{name:path}", responses=_REFUSED | errors(404), response_model=ModelAnswer)

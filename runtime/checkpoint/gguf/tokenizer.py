@@ -210,8 +210,8 @@ class _Said:
         return value
 
     def token_id(self, name: str) -> int | None:
-        """The id under this key; None if the key is missing, and, as in llama.cpp, if the id is outside the
-        vocabulary.
+        """The id under this key. If it is missing or outside the vocabulary: llama.cpp's default for this kind of
+        tokenizer, or None if the vocabulary lacks the default too.
         """
         default = _DEFAULT_IDS[str(self.model)].get(name)
         for i in (self._said.get(f"{name}_token_id"), default):
@@ -220,7 +220,7 @@ class _Said:
         return None
 
     def added_tokens(self) -> Iterator[AddedToken]:
-        """Tokens that are looked for in a text before it is split, the longest first."""
+        """Tokens that are looked for in a text before it is split."""
         types = self.values("token_type", int)
         for i, token in enumerate(self.tokens):
             kind = types[i] if i < len(types) else 1

@@ -188,7 +188,9 @@ Diagnosis = Callable[[Observations], Judgement | None]
 
 
 def drafter_never_used(observed: Observations) -> Judgement | None:
-    """Number of tokens proposed by the drafter that proposed fewest; for several drafters."""
+    """Number of tokens proposed by the drafter that proposed fewest; of a single drafter the tokens that were sent, if
+    they are fewer.
+    """
     drafting = observed.drafting
     if drafting is None or len(drafting.steps) < MIN_STEPS:
         return None
@@ -408,7 +410,7 @@ def reuse_never_hits(observed: Observations) -> Judgement | None:
 
 
 def state_slots_full(observed: Observations) -> Judgement | None:
-    """Number of evicted states; counted only if prompts missed some, since nobody looked for the others."""
+    """Number of waits for a slot, and of evicted states if prompts missed some: nobody looked for the others."""
     if observed.states is None:
         return None
     stats = observed.states.stats

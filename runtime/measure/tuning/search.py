@@ -69,8 +69,8 @@ def labels_of(candidates: Seq[Speculation]) -> list[str]:
 
 @dataclass(frozen=True)
 class LoopSeconds:
-    """Seconds of a loop: of its first steps, which compute the prompts, and of all other steps. Both
-    include drafting.
+    """Seconds of a loop: of its first steps, which compute the prompts, and of all other steps. A measured
+    loop's parts include their own drafting; a predicted loop has all drafting in `others`.
     """
 
     prompts: float

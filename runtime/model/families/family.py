@@ -64,7 +64,7 @@ class Family:
     model.
     """
     experts_class: str | None = None
-    """Classes of experts that compute like transformers' interface for experts, but are not registered with it."""
+    """Name of a class of experts that computes like transformers' interface for experts without being registered."""
     weights_as: str | None = None
     """Model type whose mapping of weights in files transformers has, for a family without a mapping of its own."""
     is_published_alone: bool = False
