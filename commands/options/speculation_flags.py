@@ -17,7 +17,7 @@ from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.words import word_among
 
-_NO_PROFILE = Path("off")
+_NO_PROFILE = "off"
 _AUTO = "AUTO"
 """The drafters of AUTO: suffix matching; old answers, if many requests are answered; n-gram lookup, if one of its flags
 is given; and the models that are given.
@@ -136,7 +136,7 @@ class SpeculationOptions:
         leader mode.
         """
         given = [*given_flags(replace(self, profile=None)), *leader_flags]
-        if self.profile is not None and self.profile != _NO_PROFILE:
+        if self.profile is not None and word_among(str(self.profile), (_NO_PROFILE,)) is None:
             if given:
                 raise UsageError(
                     f"`{given[0]}` and `--profile` both say how to draft: {self.profile}",
@@ -345,21 +345,28 @@ class _Flags:
         gives too.
         """
         for flag, value in self.given.items():
-            self._check_is_taken(flag, value, [user for user in users_of(flag) if user.description.name in names])
+            self._check_is_taken(flag, value, names)
         for flag, value in {} if self.leader is None else self.leader.values.items():
+            self._check_is_taken(flag, value, names)
             takers = [user for user in users_of(flag) if user.description.name in names]
-            self._check_is_taken(flag, value, takers)
             if takers and all(self._list_says(taker, flag) for taker in takers):
                 own = config_flag(takers[0])
                 raise UsageError(
                     f"`{as_flag(flag)}` and `{own}` say the same: {value}", hint="leave one of the two out"
                 )
 
-    def _check_is_taken(self, flag: str, value: Any, takers: list[type[DrafterSpec]]) -> None:
+    def _check_is_taken(self, flag: str, value: Any, names: Collection[str]) -> None:
+        """UsageError for a drafter's flag that none of the drafters of these names takes."""
         users = users_of(flag)
-        if not users or takers:
+        if not users or any(user.description.name in names for user in users):
             return
-        spec = next((user for user in users if user.models() and user.reads(value)), users[0])
+        of_models = [user for user in users if any(one.has_flag(flag) for one in user.models().values())]
+        if not names and len(users) > 1 and not of_models and self.leader is not None and self.leader.has_algorithms:
+            raise UsageError(
+                f"`{as_flag(flag)}` needs a drafter: {value}",
+                hint=f"`--spec-decode-algo {_AUTO}` chooses a drafter, or leave the flag out",
+            )
+        spec = next((user for user in of_models if user.reads(value)), users[0])
         chooser = example_of(spec) if self.leader is None else self._chosen_by(spec)
         raise UsageError(
             f"no drafter takes `{as_flag(flag)}`: {value}",

@@ -324,6 +324,19 @@ def drafting(engine: str, config: str = "[4,[0],[0],False]") -> str:
 
 
 DRAFTERS = [
+    *[
+        case(f"{command} --compiler none {flag} 4", 2, "4", "`--spec-decode-algo AUTO`")
+        for command, flag in (
+            ("run model a", "--spec-decode-max-draft-len"),
+            ("run model a", "--num-speculative-tokens"),
+            ("summarize model --test-engine --dataset articles.jsonl", "--spec-decode-max-draft-len"),
+        )
+    ],
+    case(
+        "run model a --config own.yaml", 2, "4", "`--spec-decode-algo AUTO`",
+        damage=file("own.yaml", "spec_decode_max_draft_len: 4\n"),
+    ),
+    case("run model a --ngram-pool owner", 2, "`--ngram-pool`", "owner", "`--spec-decode-algo AUTO`"),
     case("run model 'a b' --mtp-config 3", 2, "`--mtp-config`", "3", "`--draft-model-dir`"),
     case("run model 'a b' --eagle-config 3", 2, "`--eagle-config`", "3", "`--draft-model-dir`"),
     case("run model a --quantization int4 --self-draft int4 --spec-decode-algo SELF", 1, "4 bits", "`--self-draft`"),
