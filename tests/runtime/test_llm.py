@@ -412,13 +412,13 @@ def test_parameters_out_of_range_are_refused_when_they_are_made(values: dict[str
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"dtype": "float64"}, "dtype 'auto' 'bfloat16' 'float64'"),
+        ({"dtype": "flaot32"}, "dtype 'auto' 'bfloat16' 'flaot32'"),
         ({"max_batch_size": 0}, "max_batch_size at least 1 0"),
         ({"max_batch_size": True}, "max_batch_size integer True"),
         ({"mode": "x"}, "mode 'orchestrator' 'leader' 'x'"),
         ({"kv_cache": 5}, "kv_cache KVCacheConfig 5"),
-        ({"compiler": "x"}, "compiler 'aot' 'none' 'x'"),
-        ({"self_draft": "int3"}, "self_draft 'int8' 'int4' 'int3'"),
+        ({"compiler": "NOEN"}, "compiler 'aot' 'none' 'NOEN'"),
+        ({"self_draft": "int3"}, "self_draft 'int8' 'int4' 'none' 'int3'"),
         ({"use_cache": "no"}, "use_cache True False 'no'"),
         ({"model": None}, "model None"),
     ],
