@@ -382,6 +382,7 @@ def test_parameters_for_each_prompt(llm: LLM, expected: list[list[int]], tokeniz
         (lambda llm: llm.generate([[1, 2]], drafter=NgramDrafter), "NgramDrafter; class"),
         (lambda llm: llm.check_lossless([], drafter=NgramDrafter()), ""),
         (lambda llm: llm.check_lossless([[1, 2]], drafter=None), ""),
+        (lambda llm: LLM("demo", max_model_len=99_999, compiler="none"), "max_model_len; 2048; 99999"),
         (lambda llm: LLM("./no-such-directory"), "./no-such-directory"),
     ],
 )
