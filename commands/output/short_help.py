@@ -170,8 +170,11 @@ def full_help(command: Any, width: int) -> str:
             names = (
                 _names(param) if param.param_type_name == "argument" else f"{', '.join(reversed(param.opts))}{metavar}"
             )
-            text = f"{param.help or ''} {_default(param)}".strip()
+            variable = f"[variable: {param.envvar}]" if getattr(param, "envvar", None) else ""
+            text = " ".join(part for part in (param.help, _default(param), variable) if part)
             lines += [f"  {names}", *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    variables = "A flag's variable has its name: SPECDEC_MAX_SEQ_LEN for --max-seq-len."
+    lines += ["", *textwrap.wrap(variables, width, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
 
 

@@ -200,7 +200,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "no mask": (
         {"dflash_config": {"target_layer_ids": [0, 2, 4]}},
         {},
-        "mask_token_id` is outside the vocabulary of 32: None",
+        "mask_token_id` must be a whole number: None",
     ),
     "mask outside": (
         {"dflash_config": {"mask_token_id": 32, "target_layer_ids": [0, 2, 4]}},
