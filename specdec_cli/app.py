@@ -221,7 +221,9 @@ class _Command(TyperCommand):
         all_params, self.params = self.params, sort_by_panel(self.params)
         _name_types(self.get_params(ctx), ctx)
         if needs_plain_help(self, columns := shutil.get_terminal_size().columns):
-            formatter.write(full_help(self, max(columns, LEAST_WIDTH)))
+            letters = sys.stdout.encoding or "utf-8"  # Typer would write others in UTF-8
+            text = full_help(self, max(columns, LEAST_WIDTH))
+            formatter.write(text.encode(letters, "specdec").decode(letters))
             self.params = all_params
             return
         if self.name not in {command.__name__ for command in _LONG}:  # all flags have one, and there is one help

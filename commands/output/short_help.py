@@ -170,8 +170,10 @@ def full_help(command: Any, width: int) -> str:
             names = (
                 _names(param) if param.param_type_name == "argument" else f"{', '.join(reversed(param.opts))}{metavar}"
             )
-            text = f"{param.help or ''} {_default(param)}".strip()
+            text = " ".join(part for part in (param.help, _default(param), _variable(param)) if part)
             lines += [f"  {names}", *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    variables = "A flag's variable has its name: SPECDEC_MAX_SEQ_LEN for --max-seq-len."
+    lines += ["", *textwrap.wrap(variables, width, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
 
 
@@ -180,6 +182,13 @@ def _default(param: Any) -> str:
     if not shown or (shown is True and param.default in (None, False, ())):
         return ""
     return f"[default: {param.default if shown is True else shown}]"
+
+
+def _variable(param: Any) -> str:
+    """The variables that Typer's boxes name: those with names of their own, such as SPECDEC_API_KEY."""
+    named = getattr(param, "envvar", None) or ()
+    names = [named] if isinstance(named, str) else named
+    return f"[variable: {', '.join(names)}]" if names else ""
 
 
 def _is_hidden(param: Any) -> bool:

@@ -31,7 +31,7 @@ from commands.tune.document import (
 from commands.tune.flags import DEFAULT_LIVE_PROMPTS, DEFAULT_OUTPUT_LEN, TuneInputs, TuneOptions
 from commands.tune.page import tune_page
 from runtime.builder.convert import plan_conversion
-from runtime.builder.engine_cache import settings_of
+from runtime.builder.engine_options import precision_of
 from runtime.builder.profile import (
     Figures,
     Profile,
@@ -447,9 +447,8 @@ def tune_engine(
 def check_has_activations(choice: EngineChoice) -> None:
     """UsageError for a model that `--compare-activations` cannot compare, before its engine is built."""
     assert choice.model_dir is not None
-    settings = settings_of(choice.built_for.options)
     with warnings.catch_warnings(action="ignore", category=SpecDecWarning):  # the build tells them
-        planned = plan_conversion(resolve_model(choice.model_dir), settings.dtype, settings.precision)
+        planned = plan_conversion(resolve_model(choice.model_dir), None, precision_of(choice.built_for.options))
     check_has_more_bits(planned.config.quantization)
 
 

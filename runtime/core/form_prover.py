@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from runtime.core.forms import ENDLESS, TOO_DEEP, check_forced_text, reason, start_of, written
 from runtime.util.errors import SpecDecError
+from runtime.util.processes import paths_of_child
 
 MOST_S, MOST_BYTES = 0.5, 128 << 20
 """Limits for compiling a grammar: seconds of a core, and bytes of memory. A grammar for an object of 1,000 optional
@@ -134,7 +135,6 @@ class FormProver:
             state.write(self._state)
             state.seek(0)
             files = {"server": theirs.fileno(), "state": state.fileno()}
-            paths = [os.path.abspath(path) for path in sys.path]
             try:
                 process = subprocess.Popen(
                     [sys.executable, "-c", _START, json.dumps(files)],
@@ -142,7 +142,7 @@ class FormProver:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=tuple(files.values()),
-                    env=os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)},
+                    env=os.environ | _ENVIRONMENT | {"PYTHONPATH": paths_of_child(), "PYTHONSAFEPATH": "1"},
                     process_group=0,  # Ctrl-C is not its to answer
                 )
             except OSError as error:

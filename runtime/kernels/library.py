@@ -26,6 +26,7 @@ import torch
 from runtime.util.cache import OF_ALL_TO_READ, cache_dir, digest, locked_entry, make_cache_dir, read_sealed, sealed
 from runtime.util.errors import SpecDecError, SpecDecWarning
 from runtime.util.files import write_file
+from runtime.util.processes import paths_of_child
 from runtime.util.temporary import temporary_dir
 
 SOURCES_DIR = Path(__file__).parent / "csrc"
@@ -197,8 +198,7 @@ def begin_kernels() -> None:
 
     That process holds the lock that is taken here, on the file for its errors, until it ends.
     """
-    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
+    environment = os.environ | {"PYTHONPATH": paths_of_child(), "PYTHONSAFEPATH": "1"}
     with contextlib.suppress(OSError), (make_cache_dir() / _ERRORS).open("ab") as errors:
         fcntl.flock(errors, fcntl.LOCK_EX | fcntl.LOCK_NB)
         subprocess.Popen(
@@ -238,10 +238,12 @@ def compile_kernels(path: Path, march: str = "native") -> None:
     """
     compiler = cxx_compiler()
     cached = _in_cache(march)
+    library = read_sealed(cached)
     with ExitStack() as stack:
-        with contextlib.suppress(SpecDecError):  # a cache that cannot be written costs time, and nothing else
-            stack.enter_context(locked_entry(cached, _say_that_it_waits))
-        library = read_sealed(cached)
+        if library is None:
+            with contextlib.suppress(SpecDecError):  # a cache that cannot be written costs time, and nothing else
+                stack.enter_context(locked_entry(cached, _say_that_it_waits))
+            library = read_sealed(cached)
         if library is not None:
             path.write_bytes(library)
             return

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -27,6 +28,15 @@ _STOPPED_S = 4.0
 _ENDS_S = 2.0
 _PYTHON = sys.executable
 _START = "from runtime.engine.rank_worker import main; main()"
+
+
+def paths_of_child() -> str:
+    """PYTHONPATH with this process's paths for imports, Python's own library first: a user's `types.py` beside the
+    script must not replace Python's.
+    """
+    own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    own |= {os.path.join(path, "lib-dynload") for path in own}
+    return os.pathsep.join(sorted((os.path.abspath(path) for path in sys.path), key=lambda path: path not in own))
 
 
 def shared_memory(num_bytes: int) -> int:
@@ -67,14 +77,13 @@ class Processes:
     def _begin(self, job: dict[str, Any], files: Seq[int], life: int) -> None:
         read, write = os.pipe()
         self._status.append(os.fdopen(read))
-        paths = [os.path.abspath(path) for path in sys.path]
         try:
             process = subprocess.Popen(
                 [_PYTHON, "-c", _START],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(*files, life, write),
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+                env=os.environ | {"PYTHONPATH": paths_of_child(), "PYTHONSAFEPATH": "1"},
                 process_group=0,  # Ctrl-C is rank 0's to answer
                 bufsize=0,
             )

@@ -5,6 +5,7 @@ import pytest
 from scripts.campaigns.ten_thousand import make_drafter, make_engine, run
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("pool", "drafter", "reuse"), [(1, "chain", True), (1.5, "none", False), (8, "ngram, pool", True)]
 )

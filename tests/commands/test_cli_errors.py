@@ -496,7 +496,7 @@ EMPTY_VALUES = [
 ]
 
 PLACES = [
-    case("build model --quantization int4", 2, "--quantization", "`specdec convert --qformat`"),
+    case("build model --quantization int4", 2, "--quantization", "`specdec convert --quantization`"),
     case("build ckpt", 2, "ckpt", "`specdec build --checkpoint-dir ckpt`"),
     case("build model", 2, "model", "`--checkpoint-dir`", "`specdec convert model`"),
     case("convert model --max-seq-len 64", 2, "--max-seq-len", "`specdec build --max-seq-len`"),
@@ -508,11 +508,11 @@ PLACES = [
     case(CONVERT.replace(" model", " gguf"), 1, "`gguf/m.gguf`", damage=gguf_only),
     case(CONVERT.replace(" model", " gguf"), 1, "m.gguf, n.gguf", "gguf/m.gguf", damage=two_ggufs),
     case(SUMMARIZE + "--test-hf --hf-model-dir gguf/m.gguf", 1, "`gguf/m.gguf`", damage=gguf_only),
-    case(CONVERT + "--use-weight-only --qformat int4_wo", 2, "`--quantization int4`"),
-    case(CONVERT + "--qformat int5", 2, "`--quantization`", "int5"),
+    case(CONVERT + "--use-weight-only --qformat int4_wo", 2, "`--qformat int4`"),
+    case(CONVERT + "--qformat int5", 2, "`--qformat`", "int5"),
     case(CONVERT + "--qformat int4 --group-size 48", 2, "`--group-size`", "32", "64", "128", "-1", "48"),
     case(CONVERT + "--activations int8", 1),
-    case(CONVERT + "--qformat fp8 --activations int8", 2, "`--quantization`", "fp8"),
+    case(CONVERT + "--qformat fp8 --activations int8", 2, "`--qformat`", "fp8"),
     case(BUILD + DRAFTS + "--self-draft int4 --self-draft-group-size 0", 2, "0", "64"),
     case(BUILD + "--quality-text notes.txt", 1, "`--quality-text`"),
     case(SUMMARIZE + "--rouge1-max-loss 1", 2, "`--rouge1-max-loss 1`", "`--check-accuracy`"),

@@ -199,6 +199,7 @@ def test_batches_and_python_write_receipts_too(specdec: Specdec, self_draft_engi
     assert document["total"]["verdicts"] == {"exact": 6 + 6 + 16, "likely": 4}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["states", "split", pytest.param("8 bits", marks=pytest.mark.slow), "forms"])
 def test_restored_caches_states_splits_and_forms_give_exact_receipts(
     kind: str, make_engine_dir: MakeEngineDir, request: pytest.FixtureRequest, tmp_path: Path

@@ -248,7 +248,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] =
     (TUNE + "--traces t.jsonl --input-file p.jsonl", 2, ("`--input-file` cannot be given with `--traces`",), None),
     ("tune --traces t.jsonl --output x.json", 2, ("`--output` needs `--engine-dir`: x.json",), None),
     ("tune --traces t.jsonl --max-draft-len 99999999999", 2, ("drafts of more than 1000 tokens", "99999999999"), None),
-    ("tune --traces t.jsonl --suffix-config [2000,[0]]", 2, ("drafts of at most 256 tokens", "2000"), None),
+    ("tune --traces t.jsonl --suffix-config [2000,[0]]", 2, ("`--suffix-config`", "256", "2000"), None),
     ("tune --traces t.jsonl --suffix-config [4,[0]] --max-draft-len 5", 2, ("exceeds the drafter's own, 4: 5",), None),
     ("tune --traces t.jsonl", 1, ("line 2 of t.jsonl needs either `output` or `output_ids`", "['prompt_ids']"),
      lambda d: (d / "t.jsonl").write_text(BAD_LINES + '{"prompt_ids": [5]}\n')),

@@ -101,6 +101,7 @@ def config_path(home: Path, name: str) -> Path | None:
         return None if file is None else home / file.path().relative_to(Path.home())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TOOLS)
 def test_an_agent_asks_the_server_that_runs(
     make_listening_once: Callable[..., Listening], forks: Forks, home: Path, name: str

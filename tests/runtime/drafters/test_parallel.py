@@ -104,7 +104,7 @@ def test_a_draft_of_one_pass_ends_where_it_is_unsure(make_engine_dir: Callable[.
 BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "no mask token": ({}, 4, "config.json has no `pard_token`, the mask token that PARD drafts by"),
     "a mask outside": ({"pard_token": 32}, 4, "`pard_token` is outside the draft model's vocabulary of 32: 32"),
-    "a mask that is no id": ({"pard_token": "<mask>"}, 4, "vocabulary of 32: '<mask>'"),
+    "a mask that is no id": ({"pard_token": "<mask>"}, 4, "must be a whole number: '<mask>'"),
     "another vocabulary": ({"pard_token": 31, "vocab_size": 40}, 4, "different vocabularies"),
     "longer drafts": (
         {"pard_token": 31},

@@ -81,6 +81,7 @@ def model_of(family: str) -> PreTrainedModel:
     return make_model("gemma4-moe", **SHARED) if family == "gemma4-shared" else make_model(family)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "build"), [*CASES, *SLOW_CASES], ids=name_of)
 def test_a_restored_conversation_goes_on_as_in_memory(
     family: str, build: dict[str, Any], make_engine_dir: MakeEngineDir, tmp_path: Path
@@ -165,6 +166,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_drafter_goes_on_as_in_memory(name: str, make_engine_dir: MakeEngineDir, tmp_path: Path) -> None:
     """Its context is there: the drafts are the same, token by token, and so is what of them is accepted."""
@@ -368,6 +370,7 @@ DAMAGES = ("a truncated file", "an empty file", "another file", "an index", "a r
 WHEN = [(kind, is_open) for kind in DAMAGES for is_open in (False, True) if is_open or kind != "another file"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "while_open"), WHEN, ids=[f"{kind}-{'open' if is_open else 'closed'}" for kind, is_open in WHEN]
 )

@@ -12,7 +12,7 @@ from sentences import Said
 from waiting import wait_until
 
 from runtime.util.errors import SpecDecError
-from runtime.util.processes import do_at_once
+from runtime.util.processes import do_at_once, paths_of_child
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,6 +31,15 @@ def test_a_process_that_ends_is_an_error(said: Said) -> None:
     with pytest.raises(SpecDecError) as raised:
         do_at_once(os._exit, [3, 3], 2)
     said(raised)
+
+
+def test_a_users_module_does_not_replace_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "types.py").write_text("raise SystemExit('the wrong types')")
+    (tmp_path / "own.py").write_text("print('own')")
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = os.environ | {"PYTHONPATH": paths_of_child(), "PYTHONSAFEPATH": "1"}
+    child = [sys.executable, "-c", "import json, types, own"]
+    assert subprocess.run(child, env=environment, capture_output=True, text=True).stdout == "own\n"
 
 
 def test_none_outlives_who_asks(tmp_path: Path) -> None:
