@@ -81,7 +81,6 @@ def model_of(family: str) -> PreTrainedModel:
     return make_model("gemma4-moe", **SHARED) if family == "gemma4-shared" else make_model(family)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "build"), [*CASES, *SLOW_CASES], ids=name_of)
 def test_a_restored_conversation_goes_on_as_in_memory(
     family: str, build: dict[str, Any], make_engine_dir: MakeEngineDir, tmp_path: Path
