@@ -294,7 +294,7 @@ NO_CONFIGS = {
     "empty": {},
     "no method": {"num_speculative_tokens": 4},
     "no model": {"method": "eagle3"},
-    "unknown method": {"method": "magic"},
+    "unknown method": {"method": "ngrma"},
     "unknown key": {"method": "ngram", "depth": 3},
     "a key for another": {"method": "suffix", "prompt_lookup_max": 3},
     "a number as text": {"method": "suffix", "num_speculative_tokens": "3"},
