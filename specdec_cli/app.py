@@ -43,7 +43,7 @@ from commands.fingerprint.command import fingerprint
 from commands.integrity.command import verify
 from commands.launch.command import ARGUMENTS_OF_TOOL, launch
 from commands.options.foreign import Flags, typed_spellings, without_foreign
-from commands.options.hints import hint_of, message_of, usage_message
+from commands.options.hints import help_hint, hint_of, message_of, usage_message
 from commands.options.parameters import PREFIX, SECRET
 from commands.options.settings import begin, settle, told_origin, trace
 from commands.options.shared import COMMON
@@ -241,7 +241,7 @@ class _Command(TyperCommand):
         empty = empty_value(kept, own.with_value, self.name or "")
         if empty is not None:
             what = f"`{empty}`" if empty else "an argument"
-            raise UsageError(f"{what} has an empty value: ''", hint=f"`{ctx.command_path} --help` shows the usage")
+            raise UsageError(f"{what} has an empty value: ''", hint=help_hint(ctx, [empty]))
         self._tell_overruled(kept, own)
         try:
             rest = super().parse_args(ctx, kept)

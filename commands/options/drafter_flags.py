@@ -28,7 +28,7 @@ def algorithm_flag(spec: type[DrafterSpec]) -> str:
 def users_of(flag: str) -> list[type[DrafterSpec]]:
     """The drafters that have a setting with this flag (`ngram_pool`), in either mode."""
     settings = {spec: spec.settings().values() for spec in DRAFTERS.values()}
-    return [spec for spec, own in settings.items() if any(flag in (one.flag, one.leader_flag) for one in own)]
+    return [spec for spec, own in settings.items() if any(one.has_flag(flag) for one in own)]
 
 
 def leader_settings() -> dict[str, Setting]:

@@ -362,6 +362,8 @@ class EngineOptions:
         names = [name for name, value in given.items() if value is not None]
         has_flag = not all(map(is_setting, names))
         is_answered = bool(names) or Path(USUAL_ENGINE).exists()
+        if not word and not is_answered:
+            raise UsageError(f"the model's name is empty: {word!r}", hint="`specdec run demo` names a model")
         if is_surely_model(word) or (not has_flag and may_be_model(word, is_answered=is_answered)):
             if len(others) == 1 and is_surely_model(others[0]):
                 raise UsageError(

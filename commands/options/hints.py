@@ -26,10 +26,12 @@ from commands.options.foreign import COMMANDS
 from commands.options.model_word import near_model
 from commands.options.parameters import commands_of, options_of
 from commands.options.settings import origin_of
+from commands.options.shared import COMMON
 from commands.options.spellings import normalize_name
 from commands.output.help import as_flag
 from runtime.builder.engine_options import OPTIONS, literals_of, words_of
 from runtime.checkpoint.bundle import DRAFT_VOCAB
+from runtime.checkpoint.checkpoint_dir import is_checkpoint_dir
 from runtime.core.params import FIELDS, GrammarKind
 from runtime.drafters.specs import NgramDrafter
 from runtime.util.errors import SpecDecError
@@ -346,7 +348,9 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     values.
     """
     where: Any = getattr(error, "ctx", None)
-    hint = f"`{where.command_path if where else 'specdec'} --help` shows the usage"
+    near = getattr(error, "possibilities", None)
+    flags = near or getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None) or ""]
+    hint = "`specdec --help` shows the usage" if where is None else help_hint(where, flags)
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
         if _flag(error) == "`--dtype`" and words_of("quantization").get(value := str(problems()[0]["input"]).lower()):
@@ -354,17 +358,19 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         parameter: Any = getattr(error, "param", None)
         choices = _choices_of(parameter)
         if choices:
-            near = nearest(str(problems()[0]["input"]).lower(), choices, 0.7)
+            word = nearest(str(problems()[0]["input"]).lower(), choices, 0.7)
             more = OPTIONS[parameter.name][1].hint if parameter.name in OPTIONS else None
-            hint = f"perhaps `{near}`; {more or hint}" if near else more or hint
+            hint = f"perhaps `{word}`; {more or hint}" if word else more or hint
         return _value_message(_flag(error), problems()[0], choices) + _origin(error), hint
-    near = getattr(error, "possibilities", None)
     text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")
     option = getattr(error, "option_name", None)
     if option and where is not None:
         hint = _in_other_commands(option, where) or hint
     if extra := _EXTRA_WORD.match(text):
-        hint = _OF_EXTRA_WORD.get(getattr(where, "info_name", ""), hint).format(word=extra[1])
+        command = getattr(where, "info_name", "")
+        hint = _OF_EXTRA_WORD.get(command, hint).format(word=extra[1])
+        if command == "build" and is_checkpoint_dir(Path(extra[1])):
+            hint = f"`specdec build --checkpoint-dir {extra[1]}` builds from this checkpoint"
     if near:
         hint = f"perhaps {' or '.join(f'`{name}`' for name in near)}; {hint}"
     if (found := _NO_COMMAND.match(text)) and found[1] in COMMANDS:
@@ -374,6 +380,15 @@ def usage_message(error: TyperException) -> tuple[str, str]:
         parameter = getattr(error, "param", None)
         hint = _OF_MISSING.get(f"{getattr(where, 'info_name', '')} {parameter.opts[0]}", hint)
     return text[:1].lower() + text[1:], hint
+
+
+def help_hint(context: Any, flags: Sequence[str]) -> str:
+    """The hint at a command's help: at `--help-all` if `--help` leaves out one of these flags, as `--ngram-pool`."""
+    command, options = context.command, options_of(context.command)
+    named = [options.get(normalize_name(flag.lstrip("-"), command.name or "")) for flag in flags]
+    is_short = any(param.name == "help_all" for param in command.params)
+    is_left_out = is_short and any(one is not None and one.name not in COMMON for one in named)
+    return f"`{context.command_path} --help{'-all' if is_left_out else ''}` shows the usage"
 
 
 def _in_other_commands(option: str, context: Any) -> str | None:

@@ -102,7 +102,9 @@ def named_by(word: str, model_dir: str | None, engine_dir: Path | None) -> tuple
 
 
 def _path(word: str) -> Path | None:
-    """The word as a path; None if it cannot be a path, such as a prompt of many lines."""
+    """The word as a path; None if it cannot be a path, such as a prompt of many lines, or an empty prompt."""
+    if not word:
+        return None
     try:
         path = Path(word).expanduser()
         path.exists()

@@ -11,13 +11,15 @@ from commands.output.help import SPECULATION, as_flag, config_flag, option
 from commands.output.output import note, warn
 from runtime.drafters.lists import Devices, Parsed
 from runtime.drafters.spec import DrafterSpec, DraftLenMode, Setting
-from runtime.drafters.specs import DRAFTERS, lookups
+from runtime.drafters.specs import DRAFTERS, MtpDrafter, lookups
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.util.errors import SpecDecError, UsageError
-from runtime.util.words import word_among
+from runtime.util.words import nearest, word_among
 
-_NO_PROFILE = Path("off")
+_NO_PROFILE = "off"
+_NONE = "none"
+"""No drafter: a command line puts off with it what a file of settings or a variable has chosen."""
 _AUTO = "AUTO"
 """The drafters of AUTO: suffix matching; old answers, if many requests are answered; n-gram lookup, if one of its flags
 is given; and the models that are given.
@@ -30,14 +32,22 @@ def algorithms() -> dict[str, str]:
 
 
 def parse_algorithm(text: str) -> str:
-    """The algorithm of leader mode that `--spec-decode-algo` names, or AUTO. UsageError for another name."""
-    algorithm = word_among(text, (*algorithms(), _AUTO))
+    """The algorithm of leader mode that `--spec-decode-algo` names, AUTO or none. UsageError for another name."""
+    words = (*algorithms(), _AUTO)
+    algorithm = word_among(text, (*words, _NONE))
     if algorithm is None:
         raise UsageError(
             f"unknown `--spec-decode-algo`: {text}",
-            hint=f"there are {', '.join((*algorithms(), _AUTO))}; without the flag nothing is drafted",
+            hint=f"{_perhaps(text, words)}there are {', '.join(words)}, and `{_NONE}` for no drafter",
         )
     return algorithm
+
+
+def _perhaps(text: str, words: Iterable[str]) -> str:
+    """The beginning of a hint, with the word that a misspelt word is most like: "perhaps `NGRAM`; " for NGRM."""
+    by_plain = {word.casefold(): word for word in words}
+    near = nearest(text.strip().casefold().replace("_", "-"), by_plain)
+    return "" if near is None else f"perhaps `{by_plain[near]}`; "
 
 
 def _is_auto(drafters: str) -> bool:
@@ -45,14 +55,17 @@ def _is_auto(drafters: str) -> bool:
 
 
 def parse_drafter_names(text: str) -> list[str]:
-    """Parse `--drafters ngram,draft-target`; UsageError for a name that is unknown or comes twice."""
+    """Parse `--drafters ngram,draft-target`, or `none`; UsageError for a name that is unknown or comes twice."""
     names: list[str] = []
+    if word_among(text.strip(), (_NONE,)):
+        return names
     for word in text.split(","):
         name = word_among(word.strip(), DRAFTERS)
         if name is None:
             raise UsageError(
                 f"`--drafters` names no drafter of specdec's: {word.strip() or repr(text)}",
-                hint=f"there are {', '.join(DRAFTERS)}, with commas between them, and auto",
+                hint=f"{_perhaps(word, (*DRAFTERS, 'auto'))}there are {', '.join(DRAFTERS)}, with commas between them, "
+                f"auto, and none",
             )
         if name in names:
             raise UsageError(f"`--drafters` names {name} twice: {text}", hint="name each once")
@@ -136,7 +149,7 @@ class SpeculationOptions:
         leader mode.
         """
         given = [*given_flags(replace(self, profile=None)), *leader_flags]
-        if self.profile is not None and self.profile != _NO_PROFILE:
+        if self.profile is not None and word_among(str(self.profile), (_NO_PROFILE,)) is None:
             if given:
                 raise UsageError(
                     f"`{given[0]}` and `--profile` both say how to draft: {self.profile}",
@@ -225,6 +238,8 @@ class _Flags:
         if algorithm is not None and self.lists:
             flag = config_flag(DRAFTERS[next(iter(self.lists))])
             raise UsageError(f"`--spec-decode-algo` and `{flag}` cannot be given together", hint="choose one drafter")
+        if algorithm == _NONE:
+            return []
         if algorithm is not None:
             return self._all() if algorithm == _AUTO else [algorithms()[algorithm]]
         if drafters is not None and _is_auto(drafters):
@@ -325,6 +340,13 @@ class _Flags:
     def _missing(self, spec: type[DrafterSpec], setting: Setting, own: Parsed | None) -> UsageError:
         described = spec.description
         named, engine = as_flag(setting.leader_flag or ""), as_flag(setting.flag or "")
+        if spec is MtpDrafter and self.leader is not None and self.leader.model_dir is not None:
+            flag = self._chosen_by(spec) if own is None else config_flag(spec)
+            lookups_by = f"--spec-decode-algo {_AUTO}" if self.leader.has_algorithms else "--drafters auto"
+            return UsageError(
+                f"`{flag}` needs a model with an MTP head in its files: {self.leader.model_dir}",
+                hint=f"take a model with an MTP head, or draft by lookup: `{lookups_by}`",
+            )
         if own is not None and self.leader is not None:
             return UsageError(
                 f"`{config_flag(spec)}` needs {_with_article(described.title)}: {own.text}",
@@ -345,21 +367,28 @@ class _Flags:
         gives too.
         """
         for flag, value in self.given.items():
-            self._check_is_taken(flag, value, [user for user in users_of(flag) if user.description.name in names])
+            self._check_is_taken(flag, value, names)
         for flag, value in {} if self.leader is None else self.leader.values.items():
+            self._check_is_taken(flag, value, names)
             takers = [user for user in users_of(flag) if user.description.name in names]
-            self._check_is_taken(flag, value, takers)
             if takers and all(self._list_says(taker, flag) for taker in takers):
                 own = config_flag(takers[0])
                 raise UsageError(
                     f"`{as_flag(flag)}` and `{own}` say the same: {value}", hint="leave one of the two out"
                 )
 
-    def _check_is_taken(self, flag: str, value: Any, takers: list[type[DrafterSpec]]) -> None:
+    def _check_is_taken(self, flag: str, value: Any, names: Collection[str]) -> None:
+        """UsageError for a drafter's flag that none of the drafters of these names takes."""
         users = users_of(flag)
-        if not users or takers:
+        if not users or any(user.description.name in names for user in users):
             return
-        spec = next((user for user in users if user.models() and user.reads(value)), users[0])
+        of_models = [user for user in users if any(one.has_flag(flag) for one in user.models().values())]
+        if not names and len(users) > 1 and not of_models and self.leader is not None and self.leader.has_algorithms:
+            raise UsageError(
+                f"`{as_flag(flag)}` needs a drafter: {value}",
+                hint=f"`--spec-decode-algo {_AUTO}` chooses a drafter, or leave the flag out",
+            )
+        spec = next((user for user in of_models if user.reads(value)), users[0])
         chooser = example_of(spec) if self.leader is None else self._chosen_by(spec)
         raise UsageError(
             f"no drafter takes `{as_flag(flag)}`: {value}",

@@ -253,7 +253,7 @@ def draft_output_of(options: EngineOptions) -> DraftOutputSettings:
     """The options for the output layer and the other layers that draft."""
     vocab = options.get("draft_vocab")
     return DraftOutputSettings(
-        None if vocab is None else str(vocab),
+        None if vocab is None else word_among(str(vocab), ("auto",)) or str(vocab),
         options.get("draft_vocab_size"),
         options.get("draft_output_layer"),
         options.get("draft_layers"),

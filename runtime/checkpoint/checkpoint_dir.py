@@ -8,7 +8,7 @@ from runtime.checkpoint.bundle import weights_files
 from runtime.checkpoint.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes
 from runtime.checkpoint.config import CheckpointConfig, Mapping, SelfDraft, parse
 from runtime.util.errors import SpecDecError
-from runtime.util.files import check_model_files, read_json_and_text, recover_directory
+from runtime.util.files import check_model_files, read_json, read_json_and_text, recover_directory
 
 _CONVERT_AGAIN = "convert the model again"
 CHECKPOINT = Artefact("the model was converted", _CONVERT_AGAIN, code="checkpoint")
@@ -24,6 +24,15 @@ class OpenedCheckpoint:
     """The model's own file, if it serves as the checkpoint's weights and nobody has checked it for NaN and infinity
     yet.
     """
+
+
+def is_checkpoint_dir(directory: Path) -> bool:
+    """True if the directory's config.json says that it is a checkpoint's, whatever else may be wrong with it."""
+    try:
+        config = read_json(directory / CONFIG) if directory.is_dir() else {}
+        return "format_version" in config and "build_config" not in config
+    except SpecDecError:
+        return False
 
 
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:

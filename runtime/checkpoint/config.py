@@ -6,6 +6,7 @@ and the key, instead of a crash later.
 
 import dataclasses
 import json
+import re
 import sys
 import typing
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.reading import shown
+from runtime.util.words import nearest
 
 CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
 # 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
@@ -512,11 +514,18 @@ def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
         try:
             _adapter(types[name]).validate_python(value, strict=True)
         except ValidationError as error:
+            described = getattr(types[name], "__metadata__", ())
             forms = dict.fromkeys(filter(None, map(_form, error.errors())))
-            hints = [hint for one in getattr(types[name], "__metadata__", ()) if (hint := getattr(one, "hint", None))]
+            words = re.findall("'([^']+)'", " ".join(forms))
+            if words and any(getattr(one, "takes_none", False) for one in described):
+                words.append("none")
+                forms = dict.fromkeys([", ".join(map(repr, words[:-1])), "'none'"])
+            near = nearest(value.lower(), words) if isinstance(value, str) else None
+            hints = [hint for one in described if (hint := getattr(one, "hint", None))]
+            hint = (hints or ["leave it out, or correct its value"])[0]
             raise UsageError(
                 f"{name} must be {' or '.join(forms)}: {value!r:.100}",
-                hint=(hints or ["leave it out, or correct its value"])[0],
+                hint=hint if near is None else f"perhaps {near!r}; or {hint}",
             ) from None
 
 

@@ -5,6 +5,7 @@ Nothing else knows lists: after `parse` a drafter has its settings, whichever mo
 """
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -111,9 +112,11 @@ class ListForm:
         return f"{self.names}, such as {self.example}."
 
     def parse(self, text: str, flag: str) -> Parsed:
-        """Parse `[10,2,[0]]`, or `10,2` without brackets and devices; UsageError says which entry is wrong."""
+        """Parse `[10,2,[0]]`, or `10,2` without brackets and devices, also with JSON's `true`, `false` and `null`.
+        UsageError says which entry is wrong.
+        """
         try:
-            values = ast.literal_eval(text.strip())
+            values = ast.literal_eval(_JSON_WORD.sub(lambda found: _OF_JSON[found[0].lower()], text.strip()))
             values = [values] if isinstance(values, int) else values
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {self}") from None
@@ -134,6 +137,10 @@ class ListForm:
         if self.entries[-1].field is None and values[-1] == tuple(range(len(values[-1]))):
             values.pop()
         return f"[{','.join(_written(value) for value in values)}]"
+
+
+_OF_JSON = {"true": "True", "false": "False", "null": "None", "none": "None"}
+_JSON_WORD = re.compile(rf"\b({'|'.join(_OF_JSON)})\b", re.IGNORECASE)
 
 
 def _written(value: Any) -> str:

@@ -64,6 +64,10 @@ class Setting:
         """Name of the flag of leader mode."""
         return None if self.leader is None else self.leader.name
 
+    def has_flag(self, flag: str) -> bool:
+        """True if this flag, of either mode, gives the setting."""
+        return flag in (self.flag, self.leader_flag)
+
     @property
     def names_model(self) -> bool:
         """True if the setting names the model that drafts, by a flag of either mode."""

@@ -12,6 +12,7 @@ from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import DRAFTERS
 from runtime.drafters.speculation import Speculation, head_drafter, model_drafter
 from runtime.util.errors import UsageError
+from runtime.util.words import nearest
 
 _METHODS = {
     "ngram": "NGRAM",
@@ -120,9 +121,11 @@ def _algorithm(method: Any) -> str:
     name = str(method).lower().replace("-", "_")
     found = _METHODS.get(name) or ("MTP" if name.endswith("_mtp") else name.upper())
     if found not in (*_ALGORITHMS, _AUTO):
+        near = nearest(name, _METHODS)
         raise UsageError(
             f"speculative_config names no method of specdec's: {method}",
-            hint=f"there are {', '.join(sorted({*_METHODS} - {'drafttarget', 'eagle'}))}",
+            hint=("" if near is None else f"perhaps `{near}`; ")
+            + f"there are {', '.join(sorted({*_METHODS} - {'drafttarget', 'eagle'}))}",
         )
     return found
 

@@ -43,7 +43,7 @@ from runtime.drafters.specs import AnySpec
 from runtime.drafters.speculation import Speculation
 from runtime.engine.devices import check_device_ids
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS, Engine, KVCacheConfig
-from runtime.llm.options import check_not_empty, engine_options_for, own_names, usual_speculation
+from runtime.llm.options import by_given_names, check_not_empty, engine_options_for, own_names, usual_speculation
 from runtime.llm.prompts import Prompt, prompts_of
 from runtime.loop.compatibility import TargetIdentity, check_corpora
 from runtime.loop.opening import Opening, open_drafter
@@ -108,7 +108,8 @@ class LLM:
         profile: str | Path | None = None,
         **engine: Unpack[EngineOptions],
     ) -> None:
-        engine, mode = own_names(engine), chosen(Mode, mode)
+        given = engine
+        engine, mode = own_names(given), chosen(Mode, mode)
         check_not_empty({"tokenizer": tokenizer, "profile": profile})
         tell_problems()
         check_arguments(LLM.__init__, {"mode": mode, "max_num_tokens": max_num_tokens, "seed": seed})
@@ -132,7 +133,7 @@ class LLM:
         self._has_told_penalties = self._has_measured = False
         self._sessions: dict[Speculation, Session] = {}
         self._opening = RLock()
-        with MODEL_INIT_LOCK, ExitStack() as stack:
+        with MODEL_INIT_LOCK, by_given_names(given), ExitStack() as stack:
             self._stack = stack
             self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model), self._model)
             config = self.bundle.config

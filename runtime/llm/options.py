@@ -1,7 +1,9 @@
 """Arguments of an `LLM`: build options of a model's engine, vLLM's names for them, and the default drafter."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +13,7 @@ from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN, check_arguments
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.speculative_config import speculation_of_config
 from runtime.engine.engine import KVCacheConfig
-from runtime.util.errors import UsageError
+from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.words import nearest
 
 
@@ -84,6 +86,22 @@ def engine_options_for(speculation: Speculation, options: EngineOptions) -> Engi
     if heads := speculation.read_heads():
         needed["head"] = heads[0].directory
     return needed | options
+
+
+@contextmanager
+def by_given_names(options: Mapping[str, Any]) -> Iterator[None]:
+    """Within the block, errors name an option as it was given: `max_model_len`, if it was not `max_seq_len`."""
+    names = {OTHER_NAMES[name]: name for name in options if name in OTHER_NAMES}
+    try:
+        yield
+    except SpecDecError as error:
+        text, hint = error.message, error.hint
+        for own, name in names.items():
+            text = re.sub(rf"\b{own}\b", name, text)
+            hint = hint and re.sub(rf"\b{own}\b", name, hint)
+        if (text, hint) == (error.message, error.hint):
+            raise
+        raise type(error)(text, hint=hint, code=error.code, **error.values) from error
 
 
 def own_names(options: Mapping[str, Any]) -> EngineOptions:

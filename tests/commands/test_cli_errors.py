@@ -324,7 +324,27 @@ def drafting(engine: str, config: str = "[4,[0],[0],False]") -> str:
 
 
 DRAFTERS = [
-    case("run model 'a b' --mtp-config 3", 2, "`--mtp-config`", "3", "`--draft-model-dir`"),
+    *[
+        case(f"{command} --compiler none {flag} 4", 2, "4", "`--spec-decode-algo AUTO`")
+        for command, flag in (
+            ("run model a", "--spec-decode-max-draft-len"),
+            ("run model a", "--num-speculative-tokens"),
+            ("summarize model --test-engine --dataset articles.jsonl", "--spec-decode-max-draft-len"),
+        )
+    ],
+    case(
+        "run model a --config own.yaml", 2, "4", "`--spec-decode-algo AUTO`",
+        damage=file("own.yaml", "spec_decode_max_draft_len: 4\n"),
+    ),
+    case("run model a --ngram-pool owner", 2, "`--ngram-pool`", "owner", "`--spec-decode-algo AUTO`"),
+    case("run model 'a b' --mtp-config 3", 2, "`--mtp-config`", "model", "`--spec-decode-algo AUTO`"),
+    case("run model a --spec-decode-algo MTP", 2, "`--spec-decode-algo MTP`", "`--spec-decode-algo AUTO`"),
+    case("run model a --spec-decode-algo NGRM", 2, "NGRM", "`NGRAM`"),
+    case("run model a --drafters ngram,sufix", 2, "sufix", "`suffix`"),
+    case("run model a --draft-vocab AUTO", 2, "auto", "`--draft-vocab`"),
+    case("run model a --ngram-pol private", 2, "`--ngram-pool`", "`specdec run --help-all`"),
+    case("run model a --draft-vocab-size x", 2, "`--draft-vocab-size`", "x", "`specdec run --help-all`"),
+    case("run ''", 2, "''", "`specdec run demo`"),
     case("run model 'a b' --eagle-config 3", 2, "`--eagle-config`", "3", "`--draft-model-dir`"),
     case("run model a --quantization int4 --self-draft int4 --spec-decode-algo SELF", 1, "4 bits", "`--self-draft`"),
     case(RUN + "--ngram-config [300,2]", 2, "`--ngram-config`", "256", "300"),
@@ -477,6 +497,7 @@ EMPTY_VALUES = [
 
 PLACES = [
     case("build model --quantization int4", 2, "--quantization", "`specdec convert --quantization`"),
+    case("build ckpt", 2, "ckpt", "`specdec build --checkpoint-dir ckpt`"),
     case("build model", 2, "model", "`--checkpoint-dir`", "`specdec convert model`"),
     case("convert model --max-seq-len 64", 2, "--max-seq-len", "`specdec build --max-seq-len`"),
     case("check receipts.jsonl", 1, "`specdec check receipts.jsonl demo`", damage=file("receipts.jsonl", "{}")),

@@ -70,7 +70,7 @@ def test_a_speculative_config_of_others_is_our_flags(
         (["run", "gone.gguf", "a"], ("gone.gguf",)),
         (["run", "./gone", "a"], ("./gone",)),
         (["run", "a b"], ("engine_outputs", "`specdec run demo`")),
-        (["run", "--model-dir"], ("`specdec run --help`",)),
+        (["run", "--model-dir"], ("`specdec run --help-all`",)),
         (["run", "demo:Q4_K_M", "a"], ("demo:Q4_K_M", "`demo --quantization int4`")),
     ],
 )

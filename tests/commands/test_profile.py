@@ -136,7 +136,7 @@ def test_a_models_profile_is_taken_with_it_and_saved_as_its_default(
     by_default = specdec(*run)
     assert by_default.document["settings"]["ngram_config"] == given["ngram_config"]
     said(by_default, "`tune --save`", "`--profile off`")
-    for flags in (["--profile", "off"], ["--spec-decode-algo", "SUFFIX"]):
+    for flags in (["--profile", "OFF"], ["--spec-decode-algo", "SUFFIX"]):
         other = specdec(*run, *flags)
         assert other.document["settings"]["ngram_config"] is None and other.stderr == ""
     saved_profile(str(llama_dir)).write_text("{")

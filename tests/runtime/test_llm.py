@@ -294,7 +294,7 @@ NO_CONFIGS = {
     "empty": {},
     "no method": {"num_speculative_tokens": 4},
     "no model": {"method": "eagle3"},
-    "unknown method": {"method": "magic"},
+    "unknown method": {"method": "ngrma"},
     "unknown key": {"method": "ngram", "depth": 3},
     "a key for another": {"method": "suffix", "prompt_lookup_max": 3},
     "a number as text": {"method": "suffix", "num_speculative_tokens": "3"},
@@ -382,6 +382,7 @@ def test_parameters_for_each_prompt(llm: LLM, expected: list[list[int]], tokeniz
         (lambda llm: llm.generate([[1, 2]], drafter=NgramDrafter), "NgramDrafter; class"),
         (lambda llm: llm.check_lossless([], drafter=NgramDrafter()), ""),
         (lambda llm: llm.check_lossless([[1, 2]], drafter=None), ""),
+        (lambda llm: LLM("demo", max_model_len=99_999, compiler="none"), "max_model_len; 2048; 99999"),
         (lambda llm: LLM("./no-such-directory"), "./no-such-directory"),
     ],
 )
@@ -412,13 +413,13 @@ def test_parameters_out_of_range_are_refused_when_they_are_made(values: dict[str
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"dtype": "float64"}, "dtype 'auto' 'bfloat16' 'float64'"),
+        ({"dtype": "flaot32"}, "dtype 'auto' 'bfloat16' 'flaot32'"),
         ({"max_batch_size": 0}, "max_batch_size at least 1 0"),
         ({"max_batch_size": True}, "max_batch_size integer True"),
         ({"mode": "x"}, "mode 'orchestrator' 'leader' 'x'"),
         ({"kv_cache": 5}, "kv_cache KVCacheConfig 5"),
-        ({"compiler": "x"}, "compiler 'aot' 'none' 'x'"),
-        ({"self_draft": "int3"}, "self_draft 'int8' 'int4' 'int3'"),
+        ({"compiler": "NOEN"}, "compiler 'aot' 'none' 'NOEN'"),
+        ({"self_draft": "int3"}, "self_draft 'int8' 'int4' 'none' 'int3'"),
         ({"use_cache": "no"}, "use_cache True False 'no'"),
         ({"model": None}, "model None"),
     ],

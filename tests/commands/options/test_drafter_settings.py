@@ -73,7 +73,7 @@ def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: s
     assert raised.value.hint
 
 
-@pytest.mark.parametrize(("text", "use_logits"), [("[4,[0],[1],True]", True), ("(4, (0,), (1,), False)", False)])
+@pytest.mark.parametrize(("text", "use_logits"), [("[4,[0],[1],true]", True), ("(4, (0,), (1,), False)", False)])
 def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text: str, use_logits: bool) -> None:
     drafter = DraftTargetDrafter(DRAFT, max_draft_len=4, use_logits=use_logits, device_ids=(0,))
     assert parse_config("draft_target_model_config", text, draft_engine_dir=DRAFT) == (drafter, (1,))
@@ -83,7 +83,7 @@ def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text
     ("text", "wrong"),
     [
         ("abc", "`--draft-target-model-config`; abc"),
-        ("[4,[0],[0],true]", "[4,[0],[0],true]"),
+        ("[4,[0],[0],yes]", "[4,[0],[0],yes]"),
         ("[]", "1; 4; []"),
         ("[10,2,[0]]", "draft_device_list; `--draft-target-model-config`; 2"),
         ("[0,[0],[0],True]", "draft_len; `--draft-target-model-config`; 1; 0"),
@@ -249,6 +249,7 @@ def test_auto_in_leader_mode_takes_a_lookup_too(
 @pytest.mark.parametrize("text", ["ngram,draft-target", " NGRAM , Draft_Target "])
 def test_names_of_drafters_are_read_whatever_their_case(text: str) -> None:
     assert parse_drafter_names(text) == ["ngram", "draft-target"]
+    assert parse_drafter_names("None") == []
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,10 @@ def test_flag_then_variable_then_named_file_then_home_file(
     monkeypatch.setenv("SPECDEC_CONFIG", "prod.yaml")
     monkeypatch.delenv("SPECDEC_MAX_OUTPUT_LEN")
     take("--profile", "off")
-    assert lengths == [3, 5, 6, 7, 5]
-    assert drafters == [["suffix"], ["ngram"], ["ngram"], ["ngram"], []]
+    take("--spec-decode-algo", "NONE")
+    take("--drafters", "none")
+    assert lengths == [3, 5, 6, 7, 5, 5, 5]
+    assert drafters == [["suffix"], ["ngram"], ["ngram"], ["ngram"], [], [], []]
     settings = shown(specdec, "run")
     assert settings["--max-output-len"] == ("5", "prod.yaml, line 1") and settings["--stats"] == ("summary", "default")
     assert settings["--max-seq-len"] == ("64", f"{home}, line 4")
