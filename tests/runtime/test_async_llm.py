@@ -145,7 +145,8 @@ def test_vllms_arguments_are_ours_or_are_answered(llama_uncompiled_dir: Path) ->
     assert own_names(words) == meant  # vLLM's words, and those of flags
     with pytest.raises(UsageError, match="kv_cache_dtype must be .*: 'fp9'") as refused:
         LLM(llama_uncompiled_dir, kv_cache_dtype="fp9")  # type: ignore[arg-type]
-    assert refused.value.hint == OPTIONS["kv_cache_dtype"][1].hint  # which the flag's error has too
+    of_flag = OPTIONS["kv_cache_dtype"][1].hint
+    assert refused.value.hint == f"perhaps 'fp8'; or {of_flag}"
     with pytest.raises(UsageError, match="max_model_len and max_seq_len.*: 64, 96"):
         LLM(llama_uncompiled_dir, max_model_len=64, max_seq_len=96)
     with pytest.raises(UsageError, match="`prompt` or `prompt_token_ids`"), LLM(llama_uncompiled_dir) as llm:
