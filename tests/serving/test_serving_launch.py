@@ -148,7 +148,8 @@ def test_a_server_is_begun_with_what_fits_and_ended(forks: Forks, shared: Path, 
     done = forks.run(*begun, program=program, environment=environment(home) | {"SPECDEC_API_KEY": "much-secret"})
     assert done.returncode == 7, done.stderr
     found = record(home)
-    assert found["answered"]["model"] == "tiny-model" and found["answered"]["usage"]["completion_tokens"] == 3
+    assert found["answered"]["model"] == "tiny-model"
+    assert 1 <= found["answered"]["usage"]["completion_tokens"] <= 3  # sampled without a seed: it may end before
     assert "export OPENAI_API_KEY=$SPECDEC_API_KEY" in done.stderr and "much-secret" not in done.stderr
     assert "the server said meanwhile" in done.stderr and "POST /v1/chat/completions 200" in done.stderr
     port = int(found["url"].split(":")[2].split("/")[0])
