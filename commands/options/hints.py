@@ -4,7 +4,8 @@ The library's hint stands at the setting (`Setting.hint`, `RequestField.hint`, `
 is raised. It names settings: `compiler="none"`. Users of the command line read `--compiler none` instead, or
 `specdec build --compiler none` if they built the engine. A message that begins with a setting names the flag too.
 
-One table leads from codes (`SpecDecError.code`) to other hints: those that name a command, or a flag without a setting.
+`HINTS` has the other hints, by the error's code (`SpecDecError.code`): hints that name a command, or a flag without a
+setting.
 Values of the error are filled in for names in braces. A hint may have several pieces of advice. A piece is shown if the
 command has its flags, under the command's names for them; a flag of another command is written behind that command
 (`specdec build --max-seq-len`). An `Advice` is a piece in two versions: for users who named a model, and for users who

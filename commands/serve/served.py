@@ -90,7 +90,7 @@ class ServedModel:
 
     @property
     def template_text(self) -> str:
-        """The chat template's text; empty if there is none."""
+        """The text of the model's chat template; empty if the model has no chat template."""
         return self.llm.chat_template.text if self.has_chat_template else ""
 
     @cached_property

@@ -75,7 +75,7 @@ from runtime.util.errors import SpecDecWarning
 @dataclass(frozen=True)
 class Tuning:
     """Results of a search: the replayed candidates, beginning with *no drafter*; and, with an engine, the candidates
-    that were run once, and those that were timed.
+    that were run once, and the candidates that were timed.
     """
 
     search: Search
@@ -282,7 +282,7 @@ def _flags_of(tuning: Tuning, candidate: Speculation) -> str:
 
 
 def _tried_line(tuning: Tuning) -> str:
-    """A line on the number of candidates that were replayed, and of those that were not."""
+    """A line with the number of candidates that were replayed, and the number of candidates that were not."""
     candidates = [one.candidate for one in tuning.replayed]
     lengths = sorted({candidate.max_draft_len or 0 for candidate in candidates if candidate})
     num_tokens = sum(len(trace.output_tokens) for trace in tuning.traces)

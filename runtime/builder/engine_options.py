@@ -31,8 +31,8 @@ from runtime.drafters.heads.head_config import DraftOutputSettings
 from runtime.util.words import word_among
 
 FlagGroup = Literal["model", "convert", "build", "drafts"]
-"""Commands that have a flag: those that take a model, `convert` or `build`. `drafts` is the group of flags for the
-layers that draft, in commands that take a model and in `build`."""
+"""Commands that have a flag: `model` stands for all commands that take a model, such as `run`. `drafts` is the group of
+flags for the layers that draft, in commands that take a model and in `build`."""
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class CutStep:
-    """The programs of a step, and the calls of them that compute the step. The last call returns logits, and hidden
-    states if they are asked for.
+    """The programs of a step, and the calls of these programs in the order in which they compute the step. The last
+    call returns logits, and hidden states if an engine gives them to a trained drafter.
 
     Weights of programs have no values.
     """

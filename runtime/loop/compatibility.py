@@ -15,8 +15,8 @@ from runtime.text.text import open_tokenizer, tokenizer_digest, tokenizer_of_eng
 from runtime.util.errors import SpecDecError, SpecDecWarning, draft_engine_errors
 
 _MOST_DIFFERING = 0.01
-"""Largest share of a head's tokens that may have other ids than the target's: revisions of a model rename a few special
-tokens.
+"""Largest share of a draft model's or head's tokens that may have other ids than the target's: revisions of a model
+rename a few special tokens.
 """
 Tokenizers = tuple[Tokenizer, Tokenizer]
 """The draft model's tokenizer and the target's."""

@@ -175,8 +175,7 @@ class Turns:
 
         A client keeps its only place, and a place that is free soon, unless the waiting client has none. The counter
         need not be ahead at all for a request that runs for the first time, if its client runs nothing else. Otherwise
-        it must be ahead by as many
-        tokens as may have to be computed again, if the waiting sequence has lost its K/V.
+        it must be ahead by as many tokens as may have to be computed again, if the waiting sequence has lost its K/V.
         """
         last, num_missing = self._first_leaving(sequence, running)
         return last if num_missing <= 0 else None

@@ -171,7 +171,7 @@ def _among(known: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Iterat
 
 
 def _find(weight: Tensor, known: Mapping[str, Tensor]) -> str | None:
-    """The name of a known tensor with the same bits; None if there is none."""
+    """The name of a known tensor with the same bits as `weight`; None if no known tensor has them."""
     for name, other in known.items():
         if (other.dtype, other.shape) == (weight.dtype, weight.shape) and torch.equal(other, weight):
             return name

@@ -247,7 +247,7 @@ def _make(said: _Said) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _added_around(said: _Said, adds_bos: bool) -> processors.TemplateProcessing | None:
-    """Postprocessor that adds special tokens before and after a text; None if there are none to add."""
+    """Postprocessor that adds a begin token before a text and an end token after it; None if the file wants neither."""
     pieces = {"bos": said.flag("add_bos_token", adds_bos), "$A": True, "eos": said.flag("add_eos_token", False)}
     template, special = [name for name, is_there in pieces.items() if is_there], []
     for name in template:
