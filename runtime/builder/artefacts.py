@@ -1,5 +1,5 @@
 """Integrity checks of artefacts on disk: every file is read, and compared with the digest that was recorded when it was
-written.
+written, if there is one.
 
 Opening an artefact skips files that have not changed since they were last read; these checks skip none. Nothing here
 needs torch.
@@ -40,7 +40,7 @@ from runtime.util.tensor_file import read_header
 
 Kind = Literal["engine", "checkpoint", "corpus", "profile", "traces", "model", "cache"]
 Status = Literal["ok", "no_checksum", "changed", "missing", "unknown", "damaged"]
-_LEFT_OVER = "left by a command that was interrupted, or one at work"
+_LEFT_OVER = "left by a command that was interrupted, or is at work"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def check_directory(directory: Path) -> ArtefactCheck:
 
 
 def check_corpus_or_profile(path: Path) -> ArtefactCheck | None:
-    """Check a corpus or a profile; None for any other file."""
+    """Check a corpus or a profile; None for a file of another kind."""
     if is_corpus(path):
         return ArtefactCheck("corpus", [check_file(path, lambda: Corpus.open(path).check_content())])
     try:
@@ -157,7 +157,7 @@ def _check_recorded(directory: Path, data: dict[str, Any], text: str, kind: _Dir
 
 
 def _check_record(path: Path, record: FileRecord) -> FileCheck:
-    """Check a recorded file: it exists, has the recorded bytes, and has the form that its suffix promises."""
+    """Check that a recorded file exists, has the recorded bytes, and has the form that its suffix promises."""
     if not path.is_file():
         return FileCheck(record.name, "missing")
     note = size_difference(path, record) or content_difference(path, record, read_digest)
@@ -293,7 +293,7 @@ def _check_cache(directory: Path) -> Iterator[FileCheck]:
 
 
 def _check_modes(path: Path, name: str) -> Iterator[FileCheck]:
-    """Check for files that other users may write or own; `name` is the path inside the cache."""
+    """The files at `path` that other users own or may write into; `name` is the path inside the cache."""
     for one in (path, *path.rglob("*")):
         try:
             check_private_file(one)

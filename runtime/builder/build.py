@@ -1,7 +1,7 @@
 """Make an engine directory from a checkpoint: load, compile, compare with transformers, write.
 
-The compiled step is opened again and compared before anything is written, so an engine that exists gave the same
-logits as transformers' own eager attention on the machine that built it.
+The compiled step is opened again and compared before the engine's directory appears. So an engine that exists gave the
+logits of transformers' own eager attention, within a tolerance, on the machine that built it.
 """
 
 import dataclasses
@@ -72,17 +72,17 @@ from runtime.util.temporary import own_temporary_files
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-# Where tokens are quantized to 8 bits, a difference in the last bit makes another integer of a number between two of
-# them, and behind it of others: as much as quantization itself changes. What is wired wrongly differs by the whole
-# norm, and that quantized layers compute as tightly as any is checked one by one. Of 16 bits it is little, and more
-# than other differences in float32. Keys and values that are quantized are compared as an engine has stored them;
-# the steps of other ranks are in other processes.
+# Where layers quantize their inputs to 8 bits, a difference in the last bit may round a number to the next integer, and
+# so on in the layers behind: logits then differ by as much as quantization itself changes them. A step that is wired
+# wrongly differs by the whole norm. Each quantized layer is also checked by itself, within `_TOLERANCE`. Inputs in 16
+# bits change little, but more than other differences in float32. Quantized keys and values are compared as the engine
+# has stored them; those of other ranks are in other processes, so a split engine has the tolerance of 8 bits.
 _QUANTIZED_TOLERANCE = {"int8": TOLERANCE_OF_8_BITS, "int16": 5e-2, "mixed": TOLERANCE_OF_8_BITS}
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """Result of compiling a step: the settings with the compiler that was used, and the matmul kernel."""
+    """Result of compiling a step. `build` names the compiler that was used, and `arithmetic` the matmul kernel."""
 
     build: BuildConfig
     lacks: str | None = None
@@ -97,7 +97,7 @@ Phase = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Source of the output layer for drafts, which `BuildConfig.draft_output` describes."""
+    """The drafted ids and the head behind `BuildConfig.draft_output`, the output layer for drafts."""
 
     ids: tuple[int, ...] = ()
     """Ids that may be drafted; empty for all ids."""
@@ -120,11 +120,11 @@ class BuildEffort:
     """Number of processes that make ranks' steps at once; each takes the memory of a rank's weights."""
     drafts: DraftSource = DraftSource()
     takes_torch_compile: bool = False
-    """True if a step with operations that token programs lack may be compiled by `torch-compile`: no flag asked for
-    `aot`.
+    """True if a step with operations that token programs lack may be compiled by `torch-compile`, because `aot` was a
+    default that nobody asked for.
     """
     leaves_step: bool = False
-    """True if the next opening of the engine, in this process, gets the step that is open already."""
+    """True if the next opening of the engine, in this process, gets the `aot` step that the build has opened."""
 
 
 _USUAL = BuildEffort()
@@ -224,7 +224,7 @@ class _Weights:
         return split_config(self.pretrained, self.checkpoint.mapping.tp_size)
 
     def check(self, model: PreTrainedModel, build: BuildConfig) -> "_Check":
-        """A check for a step of the model. It reads all weights and sums up their bits."""
+        """A check for a step of the model, which sums up the bits of the weights that it reads."""
         quantization = self.checkpoint.quantization
         activations = None if quantization is None else quantization.activations
         sums = BitSums(model, getattr(torch, self.checkpoint.dtype), self.opened.unread)
@@ -241,7 +241,7 @@ class _Weights:
         return load_whole_model(self._kind, self.paths)
 
     def trim(self) -> None:
-        """Return freed memory to the system, if that may be much."""
+        """Return freed memory to the system, if the weights are large."""
         trim(sum(path.stat().st_size for path in self.paths))
 
     def model_of(self, rank: int) -> PreTrainedModel:
@@ -305,7 +305,7 @@ def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
 
 
 def _compiling(build: BuildConfig, device: torch.device) -> str:
-    """Name of the compile phase; the part in brackets says why it takes long the first time."""
+    """Name of the compile phase, which says why it takes long the first time."""
     if uses_kernels(build.compiler, device.type) and not are_kernels_compiled():
         return "compiling the step (first the CPU kernels: 2 to 4 minutes, once)"
     return "compiling the step"
@@ -330,7 +330,7 @@ def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, dir
     """Open the compiled step as an engine does. With `torch-compile`, compiling happens when it is first called."""
     checkpoint, compiler = weights.checkpoint, shape.build_config.compiler
     if compiler == "torch-compile" and weights.splitting is not None:
-        (directory / CACHE).mkdir()  # for what rank 0 compiles
+        (directory / CACHE).mkdir()  # an engine's cache, which rank 0 copies and fills
     if compiler == "aot" or weights.splitting is not None:
         ranks = RankedModel(
             directory,
@@ -351,12 +351,14 @@ def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, dir
 
 def _compiled_step(step: Step, cache_dir: Path) -> CompiledStep:
     pack_layers(step.model)
-    torch.compiler.reset()  # or what this process has compiled for another engine would not be in this one's directory
+    torch.compiler.reset()  # otherwise code compiled for another engine would be missing in this engine's cache
     return CompiledStep(step, cache_dir)
 
 
 class _Check:
-    """Compares steps with transformers' computation of the same model; sums up the weights while they are in memory."""
+    """Compares steps with transformers' computation of the same model. With `sums` it sums up the weights' bits while
+    the weights are in memory.
+    """
 
     def __init__(
         self,
@@ -407,7 +409,9 @@ def _checked(step: StepFunction, check: _Check, checkpoint: CheckpointConfig, co
 def _with_copy(
     config: EngineConfig, copied: PreTrainedModel, step: StepFunction, directory: Path, ids: Tensor | None
 ) -> tuple[EngineConfig, StepFunction]:
-    """Compile and check the self-draft copy, whose step stands beside the target's; write the files that open it."""
+    """Compile the self-draft copy, write the files that open it, and check its step. SpecDecError if the copy has
+    operations that `aot` lacks.
+    """
     compiler, own_dir = config.build_config.compiler, directory / COPY_DIR
     own_dir.mkdir()
     if isinstance(step, PackagedStep):
@@ -436,8 +440,8 @@ def _with_costs(
     device: torch.device,
     ids: Tensor | None,
 ) -> EngineConfig:
-    """The config with step costs. If there is no memory to measure them, costs are left out: the engine
-    may still run.
+    """The config with step costs. If the engine cannot be opened to measure them, such as for lack of memory, costs
+    are left out: with a smaller cache it may still run.
     """
     shape, block_size = config.step_shape, config.build_config.tokens_per_block
     block_bytes = bytes_per_block(shape.layers, block_size, kv_dtype(shape.dtype, shape.kv_cache))
@@ -450,7 +454,7 @@ def _with_costs(
 
 
 def positions_of(checkpoint: OpenedCheckpoint) -> int | None:
-    """The checkpoint model's number of positions; None if its config does not say, as Mamba's does not."""
+    """Number of positions of the checkpoint's model; None if its config names no number, like Mamba's."""
     where = str(checkpoint.directory / "config.json")
     return num_positions(parse_pretrained_config(checkpoint.config.pretrained_config, where))
 
@@ -476,8 +480,8 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
 
 
 def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device: torch.device) -> None:
-    """SpecDecWarning for a build without kernels, if the model's weights are quantized in a format that is slow without
-    them.
+    """Warn of a build without kernels if weights are quantized: the checkpoint's, a copy's, or the output layer's for
+    drafts.
     """
     quantized = checkpoint.quantization is not None and checkpoint.quantization.quant_algo is not None
     drafts_quantized = build.self_draft is not None or build.draft_output.is_quantized
@@ -490,8 +494,8 @@ def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device:
 
 
 def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: int = 0) -> _Compiled:
-    """Compile a step by `aot`, if that is asked for, and write its programs into the directory. If the model has an
-    operation that programs lack, the result names that operation and has `torch-compile` in its config.
+    """Compile a step by `aot`, if that is asked for, and write its programs into the directory. If the model has
+    operations that token programs lack, the result names them, and its config has `torch-compile`.
     """
     build = shape.build_config
     if build.compiler != "aot":
@@ -507,8 +511,8 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: in
 def _compile_all(
     weights: _Weights, model: PreTrainedModel, check: "_Check", directory: Path, effort: BuildEffort
 ) -> _Compiled:
-    """Write all files that an opened step needs, for each rank. SpecDecError if `aot` is asked for and lacks an
-    operation.
+    """Write all files that an opened step needs, for each rank. SpecDecError if `aot` lacks an operation and no other
+    compiler may be taken.
     """
     if weights.with_kernels:
         _make_kernels(directory / LIBRARY)
@@ -532,7 +536,9 @@ def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path, num_wor
     if shape.build_config.compiler != "aot":
         return _Compiled(shape.build_config)
     ranks = list(range(weights.checkpoint.mapping.tp_size))
-    return do_at_once(partial(_compile_rank, weights, shape, directory), ranks, num_workers)[0]  # whose step it is
+    return do_at_once(partial(_compile_rank, weights, shape, directory), ranks, num_workers)[
+        0
+    ]  # rank 0 has written the step
 
 
 def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: int) -> _Compiled:

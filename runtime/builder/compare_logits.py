@@ -36,7 +36,7 @@ from runtime.util.errors import SpecDecError
 from runtime.util.locks import quiet_transformers
 
 TOLERANCE_OF_8_BITS = 0.2
-"""Tolerance of logits if tokens are quantized to 8 bits; relative, as all tolerances here."""
+"""Tolerance of logits if layers quantize their inputs to 8 bits; relative, like all tolerances here."""
 _NUM_SINGLE = 4  # tokens that are computed one at a time too
 _Sequence = tuple[list[int], tuple[int, int], QuantizeKV | None]
 
@@ -82,10 +82,11 @@ class _Judge:
 
 _FARTHEST_ROW = 1.0
 _JUDGE_16_BITS = _Judge(torch.float32, more_rounding=1.5, most_rounding=0.3, most_by_ties=0.7)
-# A model that makes 1e-4 of float32's 6e-8 does so in few directions: two ways to round differ by more there.
+# A model that amplifies float32's rounding of 6e-8 to 1e-4 does so in few directions. Two ways to round may differ by
+# more in these directions, hence the factor of 4.
 _JUDGE_32_BITS = _Judge(torch.float64, more_rounding=4, most_rounding=1e-2, most_by_ties=1e-2)
-# Tokens in 8 bits: a row here and there is several times as far as most are, in transformers' logits as often as in
-# ours (Gemma 3 270M by its copy in int4: most by 0.07, one in a hundred by more than 0.3). Most rows decide.
+# Inputs in 8 bits: a few rows are several times as far as most rows, in transformers' logits as often as in ours (the
+# int4 copy of Gemma 3 270M: most rows by 0.07, one in a hundred by more than 0.3). So half of the rows decide.
 _JUDGE_8_BITS = _Judge(
     torch.float32, more_rounding=1.5, most_rounding=0.3, most_by_ties=0.3, of_rows=0.5, farthest_row=_FARTHEST_ROW
 )
@@ -93,7 +94,7 @@ _JUDGE_8_BITS = _Judge(
 
 @dataclass(frozen=True)
 class Sample:
-    """A batch of rows of different lengths to check a step with: a context step, then a step with drafts."""
+    """One or two texts of different lengths to check a step with: a context step, then a step with drafts."""
 
     shape: StepShape
     device: torch.device
@@ -237,8 +238,8 @@ def check_logits(
 def _moved_by_ties(
     dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Sequence], margins: Seq[float], exact: Tensor
 ) -> Tensor:
-    """Largest move, for each row, of a mixture's logits in `dtype` from `exact` if near ties between experts are
-    decided otherwise: all ties, or those of every other token.
+    """For each row the largest distance [rows] of a mixture's logits in `dtype` from `exact`, if near ties between
+    experts are decided otherwise: all ties, or the ties of every other token.
     """
     found = []
     for every, turn in ((1, 0), (2, 0), (2, 1)):
@@ -284,7 +285,7 @@ def _logits_in(dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Seque
 
 @contextmanager
 def _in_dtype(dtype: torch.dtype, *those: nn.Module | Tensor) -> Iterator[None]:
-    """Give tensors another dtype within the block. 8-bit weights keep theirs: their layers widen them."""
+    """Give float tensors another dtype within the block. 8-bit weights keep theirs: their layers widen them."""
     with present(*those):
         before = [(one, one.data) for one in tensors_of(those) if one.is_floating_point() and one.element_size() > 1]
         try:
@@ -385,7 +386,7 @@ def _products_checked(model: PreTrainedModel, tolerance: float) -> Iterator[None
         with without_kernels(model):
             yield
             for layer in layers:
-                if "forward" in vars(layer):  # an expert that nothing was sent to
+                if "forward" in vars(layer):  # an expert that got no token
                     with present(layer):
                         layer(torch.empty(0, layer.in_features, dtype=dtype))
     finally:
@@ -454,8 +455,8 @@ def _stepping(
 
 
 def _check_context_len(shape: StepShape) -> int:
-    """Context length for the check: several blocks and chunks of states, beyond a sliding window where that is cheap; a
-    draft fits behind it.
+    """Context length for the check: more than two blocks and chunks of states, and beyond sliding windows of up to
+    1,024 tokens, as far as the engine's lengths leave room for a draft.
     """
     build = shape.build_config
     windows = [window for layer in shape.layers if (window := layer.sliding_window or layer.attention_chunk_size)]
@@ -467,7 +468,7 @@ def _check_context_len(shape: StepShape) -> int:
 @contextmanager
 def _reference_attention(model: PreTrainedModel, shape: StepShape) -> Iterator[None]:
     ours = model.config._attn_implementation
-    with quiet_transformers():  # which says so of a model that has none
+    with quiet_transformers():  # it warns of models without such an attention
         model.set_attn_implementation("eager" if shape.kv_cache is None else QUANTIZED_KV)
     try:
         with quiet_transformers():

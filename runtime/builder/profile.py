@@ -1,4 +1,4 @@
-"""Profiles: `tune`'s recommendation for an engine, in a file that `run` and `summarize` read."""
+"""Profiles: `tune`'s recommendation for an engine, in a file that other commands and `LLM` read."""
 
 import dataclasses
 import json
@@ -168,7 +168,7 @@ def _parse_one(record: Any, where: str) -> DrafterSpec:
     settings = {key: value for key, value in record.items() if key != "name"}
     try:
         drafter = parse(kind, settings, where)
-        # JSON has no paths; a profile's draft model is a directory, never a name.
+        # JSON has no paths: the draft model of a profile is always a directory.
         return drafter if drafter.draft_model is None else drafter.with_draft_model(Path(drafter.draft_model))
     except UsageError as error:
         raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}") from error
@@ -203,7 +203,7 @@ def profile_for_model(path: Path, name: str) -> Profile:
 
 
 def saved_profile(name: str) -> Path:
-    """Path in the cache of a model's default profile, which need not exist."""
+    """Path in the cache of a model's default profile, which need not exist. SpecDecError if there is no such model."""
     return cache_dir() / PROFILES / f"{model_digest(name)[:32]}.json"
 
 
@@ -216,7 +216,9 @@ def find_saved_profile(name: str) -> Path | None:
 
 
 def save_profile(name: str, profile: Profile) -> Path:
-    """Make the profile the model's default; returns its path. SpecDecError if the cache cannot be written."""
+    """Make the profile the model's default; returns its path. SpecDecError if the cache cannot be written, or if there
+    is no such model.
+    """
     path = saved_profile(name)
     try:
         make_cache_dir()

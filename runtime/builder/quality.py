@@ -25,13 +25,13 @@ from runtime.util.files import write_json
 from runtime.util.reading import read_utf8
 
 _NUM_TOKENS = 2000
-_WINDOW = 500  # tokens that are computed at once, and see each other
+_WINDOW = 500  # tokens that are computed at once; tokens of other windows are not seen
 DEMO_TEXT = "the demo's articles"
 
 
 def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, str] | None:
-    """The text for the comparison, and its name; None if there is no text, or no unquantized model to compare with. The
-    demo has a text of its own. SpecDecError for a file that the user named and that cannot be used.
+    """The text for the comparison, and its name: the file's, or for the demo a text of its own. None if there is no
+    text, or no unquantized model to compare with. SpecDecError for a file that cannot be used.
     """
     unquantized = None if checkpoint.quantization is None else checkpoint.quantization.unrounded
     if file is not None:
@@ -56,7 +56,7 @@ def demo_text() -> str:
 def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     """Run both models on the first 2,000 tokens of a text, by transformers in float32, so that only quantization
     differs: of weights, of keys and values, and of activations. SpecDecError if the unquantized model has been moved or
-    changed.
+    its config changed, or if the text has fewer than two tokens.
     """
     checkpoint = open_checkpoint(checkpoint_dir)
     assert checkpoint.quantization is not None and checkpoint.quantization.unrounded is not None

@@ -45,8 +45,8 @@ def quantized_kv_attention(
     quantize_kv: QuantizeKV,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over quantized K/V like transformers' eager attention, in float32. Returns [1, tokens, heads, value
-    dim].
+    """Attention over quantized K/V like transformers' eager attention, in float32. Takes [1, heads, tokens, dim] and
+    returns [1, tokens, heads, value dim].
     """
     key, value = quantize_kv(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     num_groups = query.shape[1] // key.shape[1]
@@ -76,9 +76,9 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Stored:
-    """Takes the K/V that an engine's step has stored for a sequence, after checking that they are valid roundings.
-    Where a number lies between two neighbouring codes, its last bits decide, and either code is right. A rank has
-    stored only its own heads; the other heads are quantized here.
+    """Takes the K/V that an engine's step has stored for a sequence, where they are valid roundings: of a number
+    between two neighbouring codes, its last bits decide, and either code is right. Other numbers, and the heads of
+    other ranks, are quantized here.
     """
 
     pool: KVPool
@@ -213,7 +213,7 @@ def near_ties(rounded: Choices, exact: Choices) -> list[float]:
     scores move.
     """
     return [
-        2 * (ours - theirs).nan_to_num(0).abs().amax(-1).median().item()  # none of experts that neither may take: -inf
+        2 * (ours - theirs).nan_to_num(0).abs().amax(-1).median().item()  # -inf - -inf: experts that neither may take
         for ours, theirs in zip(rounded.scores, exact.scores, strict=True)
     ]
 
@@ -223,10 +223,11 @@ AttentionMaskInterface.register(QUANTIZED_KV, eager_mask)
 
 
 def load_original(model_dir: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
-    """The unconverted model: transformers' own, in `dtype`, with transformers' default attention unless one is named.
+    """The unconverted model: transformers' own, in `dtype`, with transformers' default attention unless another is
+    named.
 
     A GGUF file's weights are dequantized here: transformers would need another package, and does not read all files.
-    Raises whatever transformers raises.
+    Exceptions are transformers' own.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if is_gguf(model_dir):

@@ -146,9 +146,7 @@ def is_multiple(size: int) -> bool:
 
 
 def split_open(sizes: list[int]) -> tuple[int, str]:
-    """A size as a factor and a product of open sizes: `3 * num_tokens`. The factor is 0 if the size is no such
-    product.
-    """
+    """The product of open sizes as a factor, and a text for the rest: 3 and `s0*s1` for `3 * rows * tokens`."""
     factor, numbers = _factors(math.prod(sizes))
     return factor, "*".join(f"s{number}" for number in numbers)
 
@@ -174,8 +172,8 @@ def _smaller(size: int) -> int:
 
 
 def with_open_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
-    """Tensors without numbers that have the inputs' shapes and dtypes, with a prime number in place of
-    each open size.
+    """Tensors without numbers that have the inputs' shapes and dtypes, with a prime number in place of each open size.
+    Raises CannotBeTraced if there are more open sizes than primes.
     """
     tensors, structure = pytree.tree_flatten(inputs)
     of_each: list[dict[int, str]] = pytree.tree_leaves(sizes, is_leaf=lambda one: isinstance(one, dict))
@@ -232,7 +230,9 @@ def _check_same(graph: GraphModule, other: GraphModule) -> None:
 
 
 def trace(module: nn.Module, inputs: Inputs) -> GraphModule:
-    """The graph of the module called with tensors without numbers."""
+    """The graph of the module, called with tensors without numbers of one `_WithoutNumbers` mode. Raises
+    CannotBeTraced.
+    """
     mode = next(one.fake_mode for one in pytree.tree_leaves(inputs) if isinstance(one, FakeTensor))
     assert isinstance(mode, _WithoutNumbers)
     recorder = mode.recorder = _Recorder(mode)
@@ -320,7 +320,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, OpOverload) or (func._schema.is_mutable and output is None):
             raise CannotBeTraced(f"{func} gives no tensor")
         if not isinstance(output, Tensor | list | tuple):
-            return output  # a number that comes of no tensor
+            return output  # a number, such as a size
         node = self._graph.call_function(func, *map_aggregate(given, self._node_of))
         if isinstance(output, Tensor):
             self._know(output, node)
@@ -351,7 +351,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.append(tensor)
 
     def _without_numbers(self, value: Any) -> Any:
-        """The weight as a tensor without numbers; each weight has one such tensor."""
+        """A weight as a tensor without numbers, always the same tensor; any other value unchanged."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         return self._fake.from_tensor(value) if is_real else value
 
@@ -379,8 +379,8 @@ def unrecorded(tensor: Tensor) -> Iterator[None]:
 
 
 def memory_of(node: Any) -> int | None:
-    """An id of the memory that a node's tensor lies in: tensors that share memory have equal ids. None for a node with
-    several tensors.
+    """An id of the memory that a node's tensor lies in: tensors that share memory have equal ids. None for a node that
+    has no tensor, or several.
     """
     value = node.meta.get("val")
     return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None

@@ -1,11 +1,12 @@
 """A step cut into token programs: its beginning, a program for each kind of layer, and its end.
 
 While the step is traced, its layers are calls of an operation that computes nothing. The last layer is traced as a part
-of the end: there only the tokens are computed whose logits are wanted. A layer of each kind is traced by itself. Layers
-are of one kind if they have the same modules, settings and shapes, and are called in the same way; the first and the
-last layer of a kind must give the same graph.
+of the end: there only the tokens are computed whose logits are wanted. Layers are of one kind if they have the same
+modules, settings and shapes, and are called in the same way. The first and the last layer of a kind are traced by
+themselves, and must give the same graph.
 
-Weights are packed here, once for each layer, by the operations of the graph that depend on constants alone.
+Operations that depend on constants alone, such as the packing of weights, are not part of the programs: they are
+carried out here, once for each layer.
 """
 
 from collections import UserDict
@@ -114,7 +115,9 @@ class Recipe:
         return sorted(needed)
 
     def origin(self, name: str, get: Callable[[str], Tensor]) -> tuple[int, ...] | None:
-        """Identities of the tensors from which a packed weight is packed; None for other weights."""
+        """Identities of the attributes that a weight is packed from; None for a weight that is not packed, or is packed
+        from computed tensors.
+        """
         operation, args, _ = self.operations[self.made[name]]
         of = [self.operations[one] for one in args if isinstance(one, Made)]
         if operation is not torch.ops.specdec.pack_quantized.default or any(one is not None for one, *_ in of):
@@ -183,9 +186,7 @@ class CutStep:
 
 
 def _of_call(number: int, name: str) -> str:
-    """Name of a call's weight in the file. Names sort in the order of the calls, so that each weight is written as soon
-    as it is made.
-    """
+    """Name of a call's weight in the file, such as `0012.weight_3`. Names sort in the order of the calls."""
     return f"{number:04}.{name}"
 
 
@@ -314,7 +315,7 @@ class _LayerCall:
 
 
 def layers_of(model: nn.Module, shapes: Shapes) -> nn.ModuleList:
-    """The model's `ModuleList` whose entries are its layers."""
+    """The model's `ModuleList` whose entries are its layers. Raises CannotBeCut if there is none."""
 
     def numbers(layer: nn.Module) -> set[Any]:
         return {module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")}
@@ -380,15 +381,15 @@ def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> 
 
 
 class _Unread(dict[Any, Any]):
-    """Content of a mapping by which layers may hand tensors to later layers. Reading it raises CannotBeCut."""
+    """Content of a mapping by which layers may hand tensors to later layers. Looking up a key raises CannotBeCut."""
 
     def __contains__(self, key: object) -> bool:
         raise CannotBeCut("its layers share what they make")
 
 
 def _keep_unread(value: Any) -> None:
-    """Make mappings in an argument raise CannotBeCut when something reads them. Raise CannotBeCut for other objects
-    that can be written into.
+    """Make each `UserDict` in an argument raise CannotBeCut when a key is looked up. Raise CannotBeCut for other
+    mappings, and for lists: a layer may write into them.
     """
     if isinstance(value, tuple):
         for one in value:
@@ -410,7 +411,9 @@ def _check_output(hidden: Tensor, output: Any) -> None:
 
 
 def _tensors_of(paged: PagedInputs, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors of a layer's memory: its K/V pools and its recurrent state."""
+    """Tensors of a layer's memory: of its state, the rows' slots and the pools; of its keys and values, the block
+    tables and the pools. Each list is empty for a layer without such memory.
+    """
     of_state = [paged.state_slots, *paged.pools_of_state(layer)] if layer in paged.state_layers else []
     if layer not in paged.layers:
         return of_state, []  # type: ignore[return-value]  # where there are states there are slots
@@ -420,7 +423,7 @@ def _tensors_of(paged: PagedInputs, layer: int) -> tuple[list[Tensor], list[Tens
 
 
 def _of_tensors(call: _LayerCall, positions: Tensor, slot_mapping: Tensor, *kept: Tensor) -> PagedInputs:
-    """Inverse of `_tensors_of`."""
+    """The inputs of a layer by itself, from its tensors in the order of `_tensors_of`."""
     of_state, of_kv = kept[: call.num_of_state], kept[call.num_of_state :]
     tables, *pools = of_kv or (positions,)
     keys, values, scales = [[pool] for pool in pools] + [[]] * (3 - len(pools))
@@ -510,8 +513,9 @@ _NUM_BEFORE_POOLS = 5  # a step's inputs that are its batch
 
 
 def _stand_ins(shapes: Shapes) -> list[int]:
-    """Number, for each layer with K/V, of the pool that stands for the layer's own. Layers of one shape share a pool;
-    the last layer, which is no call, shares with none.
+    """For each layer with K/V, the number of the pool that stands for the layer's own. Layers of one shape share a
+    pool. The last of them shares with none, since the model's last layer is not a call: [0, 0, 1] for three equal
+    layers.
     """
     kinds = [repr(replace(one, layer=0)) for one in shapes.layers[:-1]]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
@@ -681,8 +685,8 @@ class _Programs:
 
 
 def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn]) -> CutStep:
-    """The calls of a step in which layers are calls. The operations before, between and behind the layers become
-    programs too.
+    """The calls of a step. The operations before, between and behind the `layers` become programs too. Raises
+    CannotBeCut if an operation writes into what was made before another layer.
     """
     nodes = _ordered_by_use(module.graph)
     times: dict[Node, int] = {}  # how many layers come before
@@ -794,8 +798,8 @@ def _with_places(inputs: list[Node], turns: list[_Turn]) -> list[Call]:
 
 
 def describe(module: GraphModule) -> str:
-    """Text that is equal for two graphs if they compile to the same program: operations, and shapes and dtypes of
-    inputs and weights, without names.
+    """Text of a graph without names: its operations, and the shapes and dtypes of inputs and weights. Graphs with equal
+    texts become the same program.
     """
     numbers: dict[Node, _Bare] = {}
     lines = []

@@ -1,9 +1,9 @@
 """Token programs: a step's computation without compilation, as kernels and, between them, operations on a token's
 vectors.
 
-All operations between two kernels are a block, which is carried out token by token (`csrc/token_program.h`), in memory
-that stays in the processor's cache. All numbers are float32 there, and are rounded where the graph's tensor has 16
-bits.
+All operations between two kernels are a block. A block is carried out token by token (`csrc/token_program.h`), in
+memory that stays in the processor's cache. There all numbers are float32, and are rounded where the graph's tensor has
+16 bits.
 """
 
 import itertools
@@ -146,7 +146,7 @@ class _Lowering:
         try:
             shape, space = _of_token(value)
         except CannotBeLowered:
-            return  # a pool, or a table of blocks: kernels take it as it is
+            return  # such as a pool: kernels take it as it is
         if value.dtype in (*DTYPES, torch.bool) and space:
             source = Source(space, _in_arrays(value.dtype), math.prod(shape), 0, number)
             self.values[node] = View(source, (0, 0), value.dtype, shape, strides_of(shape))
@@ -199,14 +199,14 @@ class _Lowering:
         self._rebind(source, filled)
 
     def _rebind(self, source: Source, changed: Source) -> None:
-        """Replace `source` by `changed` in all views of it, after it was overwritten."""
+        """Replace `source` by `changed`, which has its numbers now, in all views of it."""
         for node, value in self.values.items():
             if isinstance(value, View) and value.source is source:
                 self.values[node] = moved(value, changed)
                 self.shown.setdefault(changed, {})[node] = None
 
     def _input_number(self, node: Any) -> int:
-        """Number of the step's input that `node` is. Raises CannotBeLowered for a node that is no input."""
+        """Number of a node among the program's inputs. Raises CannotBeLowered for a node that is no input."""
         if isinstance(node, Node) and node.op == "placeholder":
             inputs = [one for one in self.graph.graph.nodes if one.op == "placeholder"]
             return inputs.index(node)
@@ -280,7 +280,7 @@ class _Lowering:
         return spaces.pop()
 
     def _contiguous(self, view: View) -> View:
-        """The view itself if it is a whole array of its dtype, otherwise a contiguous copy."""
+        """The view itself if it shows its whole source, in the source's dtype; otherwise a copy of it."""
         if view.is_whole() and view.source is not None and view.source.dtype == view.dtype:
             return view
         return self._compute("copy", [view], view.dtype, view.shape)
@@ -321,8 +321,8 @@ class _Lowering:
         return replace(view, dtype=dtype)
 
     def _made_for(self, node: Any, view: View) -> Call | None:
-        """The operation that makes the whole view, if it has a single reader and its result is stored nowhere else yet;
-        None otherwise.
+        """The elementwise operation that makes the whole view, if the view has a single reader and is not in an array
+        yet; None otherwise.
         """
         showing = self.shown.get(view.source, {node: None})
         users = {user for one in showing for user in one.users if user not in showing}
@@ -472,7 +472,7 @@ class _Lowering:
         return expanded(replace(number, dtype=dtype), shape)
 
     def _small_product(self, node: Node) -> View:
-        """A product of matrices of each token, `[..., m, k]` and `[..., k, n]` with a small k, in float32."""
+        """A product of matrices of each token, `[..., m, k]` and `[..., k, n]` with k from 2 to 16, in float32."""
         first, second = (self._view(one) for one in node.args)
         for one in node.args:
             for dim in (-1, -2):
@@ -500,7 +500,7 @@ class _Lowering:
         return part
 
     def _scattered(self, node: Node) -> View:
-        """A copy of the input with `value` written at the given indices."""
+        """A copy of the input with one value written at the given indices along its last dimension."""
         view, places, value = self._view(node.args[0]), self._view(node.args[2]), self._view(node.args[3])
         dtype, shape = _form(node)
         if _own_dim(node.meta["val"], node.args[1]) != len(shape) - 1 or places.shape[:-1] != shape[:-1]:
@@ -569,7 +569,7 @@ class _Lowering:
         return first
 
     def _reduce(self, name: str, view: View, dim: int, dtype: torch.dtype) -> View:
-        """Reduce a dimension to size 1, by `sum`, `mean` or another operation."""
+        """Reduce a dimension to size 1, by `sum` or `mean`."""
         view = transposed(view, dim, len(view.shape) - 1)
         shape = (*view.shape[:-1], 1)
         block, out = self._opened([view], dtype, shape)
@@ -599,7 +599,7 @@ class _Lowering:
         return without(value, len(value.shape) - 1), without(place, len(place.shape) - 1)
 
     def _largest(self, node: Node, count: int, along: Any) -> tuple[View, View]:
-        """The k largest values and their indices, in falling order."""
+        """The `count` largest values along the last dimension and their indices, in falling order."""
         view, values = self._view(node.args[0]), node.meta["val"][0]
         dim = _own_dim(node.args[0].meta["val"], along)  # type: ignore[union-attr]
         if dim != len(view.shape) - 1:
@@ -678,7 +678,7 @@ class _Lowering:
         return out
 
     def _picked(self, node: Node) -> View:
-        """Select the tokens whose logits are wanted."""
+        """Pick the tokens whose logits are wanted; or, from a weight, the rows or numbers that tokens name."""
         indices = node.args[1]
         assert isinstance(indices, list | tuple)
         view = self._view(node.args[0])
@@ -778,7 +778,7 @@ class _Lowering:
         return self._copies(view, dim + 1, times, _form(node))
 
     def _copies(self, view: View, dim: int, times: int, form: tuple[torch.dtype, tuple[int, ...]]) -> View:
-        """An array with the view's numbers, in which the dimensions from `dim` on are repeated `times` times."""
+        """A new tensor with the view's numbers, in which the dimensions from `dim` on are repeated `times` times."""
         dtype, shape = form
         wide = (*view.shape[:dim], times, *view.shape[dim:])
         repeated = replace(view, shape=wide, strides=(*view.strides[:dim], 0, *view.strides[dim:]))
@@ -839,8 +839,8 @@ class _Lowering:
         return View(source, (0, 0), source.dtype, shape, strides_of(shape))
 
     def _rows_of(self, name: str, number: int, view: View) -> Shape:
-        """Shape of the array of a kernel's input. A token's part is repeated if the kernel has several rows for each
-        token.
+        """Shape of the array of a kernel's input. A negative size is a size for each token: [-3, 64] for three rows of
+        64 numbers for each token.
         """
         count = math.prod(view.shape)
         if name == "paged_attention":
@@ -887,7 +887,7 @@ class _Lowering:
         return self._kernel("paged_attention", node, heads, read, settings)
 
     def _in_memory(self, view: View) -> View:
-        """The view moved to an array, in which its numbers lie side by side, perhaps among others."""
+        """The view if its numbers lie side by side in an array, perhaps beside others; otherwise a copy of it."""
         source = view.source
         is_there = source is not None and source.array is not None and source.dtype == view.dtype and view.is_dense()
         return view if is_there else self._contiguous(view)
@@ -980,7 +980,7 @@ class _Lowering:
         return [*code, len(calls), *code_of_all]
 
     def _counted_by(self, block: _Block) -> tuple[int, int]:
-        """Number of an array that has as many rows as the block has tokens, and the numbers in a row."""
+        """Number of an array that has a row for each of the block's tokens, and the size of a row."""
         for source in block.loaded:
             assert source.array is not None
             return source.array, source.count

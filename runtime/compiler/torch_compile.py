@@ -97,7 +97,7 @@ def instructions_looked_up() -> Iterator[None]:
         command = [*shlex.split(cxx_compiler()), *flags, "-fsyntax-only", "-x", "c++", os.devnull]
         return subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
-    from torch._inductor.cpu_vec_isa import VecISA  # only to build
+    from torch._inductor.cpu_vec_isa import VecISA  # an `aot` engine needs none of Inductor
 
     before = VecISA.check_build
     VecISA.check_build = knows  # type: ignore[assignment, method-assign]

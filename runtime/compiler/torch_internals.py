@@ -1,7 +1,7 @@
 """Private API of torch that building uses.
 
-It is looked up before a build. Another version of torch may lack a name, and building would fail somewhere in the
-middle.
+Another version of torch may lack a name, and a build would fail somewhere in the middle. So the names are looked up
+before a build, unless torch has the version that was tested.
 """
 
 import pkgutil

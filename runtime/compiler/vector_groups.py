@@ -1,7 +1,7 @@
 """Groups of vector operations that are carried out as one (`csrc/vector_groups.h`), with the same bits as alone.
 
-They are found by their computation: norms, rotary embeddings, gates, and sums. A group reads the outputs of a kernel
-directly from its arrays, and writes its own outputs where the next kernel reads them.
+They are found by their computation: norms, rotary embeddings, gates, and sums. Where it can, a group reads a kernel's
+outputs directly from their arrays, and writes its own outputs into the array that the next kernel reads.
 """
 
 from collections.abc import Sequence as Seq

@@ -44,7 +44,7 @@ Shape = tuple[int, ...]
 
 
 class CannotBeLowered(NoTokenProgram):
-    """A graph has an operation that token programs lack, or lack in this form."""
+    """A graph has an operation that token programs lack, or that they lack in this form."""
 
 
 @dataclass(eq=False)
@@ -117,6 +117,9 @@ class Call:
     operands: "list[View]"
     sizes: Shape
     number: int = 0
+    """For a load, a pick or a store the array, for rows of a table the weight, for the largest numbers how many of
+    them, and for a norm the constant that is its epsilon.
+    """
     rounds_within: bool = False
     """True for a group that rounds the operand of its last operation."""
 
@@ -187,14 +190,14 @@ def cost_of(call: Call) -> int:
 
 
 def code_of_calls(calls: Seq[Call], rows: Rows) -> tuple[list[int], int]:
-    """The operations' code, and the size of a token's memory that they need."""
+    """The operations' code, and the size of the memory that they need for a token, in float32 numbers."""
     places, num_floats = _placed(calls, rows)
     return [number for call in calls for number in _code_of_call(call, places, rows)], num_floats
 
 
 def _placed(calls: Seq[Call], rows: Rows) -> tuple[dict[Source, int], int]:
-    """The place of each source in a token's memory, and the memory's size. A place is given to another source when its
-    own is not read again.
+    """The place of each source in a token's memory, and the memory's size, in numbers. A place is used again once
+    nothing reads its source any more.
     """
     last: dict[Source, int] = {}
     for number, call in enumerate(calls):
@@ -275,7 +278,10 @@ def has_loops(call: Call) -> bool:
 
 
 def _loops(shape: Shape, strides: Seq[Shape], *, keeps_last: bool) -> tuple[Shape, list[Shape]]:
-    """The call with its dimensions merged into at most three loops; dimensions merge where all operands allow it."""
+    """Sizes [3] of the loops through an operation's elements, and for each operand its strides [3]. Dimensions are
+    merged where all operands allow it; with `keeps_last` the last one stays the innermost loop. Raises CannotBeLowered
+    if more than three loops are left.
+    """
     dims = [(size, tuple(one[i] for one in strides)) for i, size in enumerate(shape)]
     last = dims.pop() if keeps_last else None
     merged: list[tuple[int, tuple[int, ...]]] = []

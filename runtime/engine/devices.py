@@ -1,6 +1,6 @@
 """Devices of a CPU: device i is the i-th NUMA node or, on a machine with one node, the i-th equal share of the cores.
 
-Only cores that this process may use are counted. Nothing here needs torch.
+Only cores that this process may use are counted, and only nodes that have such cores. Nothing here needs torch.
 """
 
 import os
@@ -29,7 +29,8 @@ def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ..
         )
     if len(set(device_ids)) < len(device_ids):
         raise UsageError(
-            f"a device is named twice, and each has one rank of an engine: {list(device_ids)}", hint="name each once"
+            f"a device is named twice, and each has one rank of an engine: {list(device_ids)}",
+            hint="name each device once",
         )
     return tuple(device_ids)
 
@@ -42,15 +43,15 @@ def cores_of(device_ids: Seq[int]) -> list[list[int]]:
         if max(device_ids) >= len(nodes):
             raise UsageError(
                 f"there is no such device (a CPU's are its {len(nodes)} NUMA nodes): {max(device_ids)}",
-                hint="they are numbered from 0",
+                hint="NUMA nodes are numbered from 0",
             )
         return [nodes[device_id] for device_id in device_ids]
     return equal_shares(sorted(usable), device_ids)
 
 
 def equal_shares(cores: Seq[int], device_ids: Seq[int]) -> list[list[int]]:
-    """Cores split into as many shares as the largest id needs. If there are too few cores, neighbouring shares have a
-    core in common.
+    """The shares of these devices, if the cores are split into as many shares as the largest id needs: [0, 1] are the
+    halves. If there are too few cores, neighbouring shares have a core in common, and a SpecDecWarning says so.
     """
     count, num_cores = max(device_ids) + 1, len(cores)
     if count > num_cores:

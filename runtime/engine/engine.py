@@ -1,7 +1,7 @@
 """An opened engine: sequences are admitted, stepped and released; the K/V cache is behind it.
 
-Between `admit` and `release` a sequence owns blocks. `catch_up` and `compute_context` compute prompts, and `step` a
-batch's rows. How the logits are used is decided above, in `runtime.loop.step`.
+Between `admit` and `release` a sequence owns blocks. `catch_up` and `compute_context` compute prompts, and `step`
+computes a batch's rows. How the logits are used is decided above, in `runtime.loop.step`.
 """
 
 import dataclasses
@@ -46,9 +46,7 @@ from runtime.util.thread_turns import ThreadTurns
 DEFAULT_MAX_NUM_TOKENS = 512
 SHORT_ROW = 32
 """Length, in tokens, of the longest row that is computed together with other rows."""
-_MAX_LOGITS = 1 << 23  # computed at once of a prompt that is scored
-
-
+_MAX_LOGITS = 1 << 23  # computed at once for a prompt that is scored
 _STATE_CHECKPOINT_INTERVAL = 8192
 
 
@@ -56,13 +54,15 @@ _STATE_CHECKPOINT_INTERVAL = 8192
 class KVCacheConfig:
     """Size of the K/V cache, and whether released blocks are reused.
 
-    With `disk_dir` it is kept in that directory too, up to `disk_bytes` (20 GB), and found again there by other
+    With `disk_dir` the cache is kept in that directory too, up to `disk_bytes` (20 GB), and found again there by other
     processes and after a restart.
 
-    `max_tokens` bounds it on any device. Without it, a CPU gets the memory that max_batch_size sequences of max_seq_len
-    tokens need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open. A model's
-    states, if it has any, are kept after each `state_checkpoint_interval` tokens of a prompt, for other prompts with
-    the same beginning; None for 8,192. It is an error for a model without states, and if nothing is reused.
+    `max_tokens` bounds the cache on any device. Without it, a CPU gets the memory that max_batch_size sequences of
+    max_seq_len tokens need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the step is open.
+
+    A model's states, if it has any, are kept after each `state_checkpoint_interval` tokens of a prompt, for other
+    prompts with the same beginning; None stands for 8,192. A number is an error for a model without states, and if
+    nothing is reused.
     """
 
     block_reuse: bool = True
@@ -91,7 +91,7 @@ class KVCacheConfig:
 
     def interval(self, *, has_states: bool) -> int | None:
         """Number of tokens of a prompt after which states are kept; None if they are not kept. UsageError for an
-        interval without effect.
+        interval below 1, or without effect.
         """
         interval = self.state_checkpoint_interval
         if interval is None:
@@ -112,7 +112,7 @@ class KVCacheConfig:
 
 
 class Engine:
-    """Open one with `Engine.open`; use it as a context manager or `close` it."""
+    """An engine that `Engine.open` opens. Use it as a context manager, or `close` it."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Engine:
         """Ids int64 [n] that may be drafted by a copy and by heads without ids of their own; None for all."""
         self.directory: Path | None = None
         self.ranks = step if isinstance(step, RankedStep) else None
-        # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
+        # Without kernels each row's K/V are gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
         num_blocks = _num_blocks(config, kv_cache, device)
         copied = None if self.ranks is None else self.ranks.copy_slot
@@ -153,7 +153,7 @@ class Engine:
         self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
         try:
             self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
-        except (RuntimeError, MemoryError, OSError) as error:  # less was there than the system said
+        except (RuntimeError, MemoryError, OSError) as error:  # less memory was free than the system said
             raise out_of_memory(error) if is_out_of_memory(error) else error from error
         self._heads: list[HeadCache] = []
         self.prompt_tokens = PromptTokens()
@@ -182,11 +182,11 @@ class Engine:
         kv_cache: KVCacheConfig | None = None,
         max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
     ) -> "Engine":
-        """Open an engine directory on a device for each of its ranks, by default the first ones.
+        """Open an engine directory on a device for each of its ranks, by default the first devices.
 
         An engine for the CPU has one rank on all cores, which are device 0, or several ranks, each on cores of its own.
         Prompts are computed `max_num_tokens` tokens at a time. Raises SpecDecError if the directory is damaged or was
-        built for another environment, or the cache does not fit.
+        built for another environment, if there are no such devices, or if the cache does not fit.
         """
         return cls.of_bundle(read_bundle(engine_dir), device_ids, kv_cache, max_num_tokens)
 
@@ -333,8 +333,8 @@ class Engine:
 
     def alone(self) -> AbstractContextManager[None]:
         """Context for code around a step, such as sampling, in which torch's loops wake none of its OpenMP threads.
-        Those threads would wait for more work on the cores of a step, if that step does not use them itself. Other
-        steps run their own loops on them.
+        Those threads would then wait for more work on the cores that the step needs. Only an `aot` step on a CPU has
+        threads of its own; for other steps the context does nothing.
         """
         is_packaged = self.config.build_config.compiler == "aot" and self.device.type == "cpu"
         return openmp_alone() if is_packaged else nullcontext()
@@ -444,7 +444,9 @@ class Engine:
         return True
 
     def read_on(self, sequence: Sequence, until: float) -> None:
-        """Read K/V of an admitted sequence from disk, until a time of `time.perf_counter`, and at least one block."""
+        """Read K/V of an admitted sequence from disk, at least one block, and more until a time of
+        `time.perf_counter`.
+        """
         if not sequence.unread:
             return
         num_read = 0 if self._used_disk is None else self._used_disk.read(sequence, until)
@@ -471,10 +473,10 @@ class Engine:
         return True
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Compute an admitted sequence until the rest of its tokens fits a step.
+        """Compute an admitted sequence until the rest of its tokens fits a step; at least the last token is left.
 
-        Tokens of a prompt whose log-probabilities are asked for are computed here, and tokens up to a place where
-        states are kept. At least the last token is left.
+        Prompt tokens whose log-probabilities are asked for are computed here, and tokens up to each place where states
+        are kept.
         """
         if self._states is not None:
             self._states.rewind(sequence)
@@ -488,10 +490,11 @@ class Engine:
     def step(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
         """Logits [num_logits, vocab] for each row; the rows' sequences are admitted and have caught up.
 
-        The caller advances `num_computed` of the sequences, by the tokens that it accepts. With `by_copy` the
-        self-draft copy computes logits of `draft_ids`. It writes its K/V where the target's step overwrites them before
-        it reads them. They never count as computed: `num_computed` of a sequence that is stepped or released must be
-        the number of tokens that the target has computed.
+        The caller advances `num_computed` of the sequences, by the tokens that it accepts.
+
+        With `by_copy` the self-draft copy computes logits [num_logits, n] of the n `draft_ids`. The copy writes its K/V
+        where the target's step overwrites them before it reads them, so they do not count as computed: `num_computed`
+        of a sequence that is stepped or released must be the number of tokens that the target has computed.
         """
         logits: dict[int, Tensor] = {}
         for group in _similar_lengths(rows):
@@ -579,8 +582,8 @@ class Engine:
     def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
         """Compute the next `num_tokens` of an admitted sequence's uncomputed tail, which must be longer.
 
-        If the prompt is scored, no more tokens are computed than are unscored, and in pieces, because each of these
-        tokens has logits.
+        Prompt tokens that are still to be scored are computed in pieces, because each of these tokens has logits: of
+        tokens with 128,000 logits, 65 at once. `num_tokens` must not go beyond the tokens that are scored.
         """
         while num_tokens:
             num_known = len(sequence.prompt_logprobs) - sequence.num_computed
@@ -635,7 +638,7 @@ class Engine:
         return self.turns.take(step)
 
     def _forward(self, rows: Seq[Row], *, by_copy: bool = False) -> Tensor:
-        """Logits [num_logits, vocab] of each row."""
+        """Logits [logits, vocab] of all rows, one row after the other."""
         self.check_is_open()
         step = self._copy_step if by_copy else self._step
         assert step is not None
@@ -645,7 +648,7 @@ class Engine:
         if self.device.type == "cpu":
             flush_denormals()
         if self._states is not None:
-            self._states.advance(rows)  # before they are written, or a step that fails leaves slots that say otherwise
+            self._states.advance(rows)  # before the step writes states, also if it fails then
         start = time.perf_counter()
         with torch.inference_mode():
             states = () if self._states is None else state_inputs(rows, self._states.pools)
@@ -696,7 +699,7 @@ def _first_device(kind: Literal["cpu", "cuda"], device_ids: Seq[int]) -> torch.d
     """Device of rank 0. A processor's devices are sets of cores, and are looked up only if there are several ranks."""
     if kind == "cpu" and len(device_ids) > 1:
         return torch.device("cpu")
-    devices = [resolve_device(kind, device_id) for device_id in device_ids]  # and the others are there too
+    devices = [resolve_device(kind, device_id) for device_id in device_ids]  # an error if any of them is missing
     return devices[0]
 
 

@@ -1,7 +1,6 @@
 """The process of a rank other than 0, which computes the batches that rank 0 sends.
 
-It ends with rank 0's process, however that ends: the pipe from that process, which no other can write to, is then
-closed.
+It ends with rank 0's process, however that ends: a pipe that only rank 0 can write to is closed then.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Rank 0 of an engine that is split: its step, which the other ranks' processes compute with it.
 
-They get the tensors of a batch, and change their K/V as rank 0 does. Drafting, sampling and accounting are rank 0's
-alone.
+The other ranks get the tensors of each batch, and change their K/V as rank 0 does. Rank 0 alone drafts, samples and
+counts.
 """
 
 import dataclasses
@@ -42,10 +42,10 @@ _open: set["Place"] = set()
 
 
 class Place:
-    """CPU cores of an engine's rank 0: a thread that calls its step is kept on the cores of its first device.
+    """CPU cores of an engine's rank 0: a thread that calls the engine's step is kept on the cores of its first device.
 
-    One process is rank 0 of all its engines, so it moves from one engine's device to another's. When the last engine
-    has closed, it has all cores again.
+    One process is rank 0 of all its engines, so a thread moves from one engine's device to another's. The thread that
+    closes the last engine has all cores again.
     """
 
     def __init__(self, cores: Seq[int]) -> None:
@@ -62,7 +62,7 @@ class Place:
             _here.place = self
 
     def leave(self) -> None:
-        """End the placement. It may be called again; the cores cannot be taken after it."""
+        """End the placement. It may be called again, but `take` must not be called after it."""
         with _lock:
             is_last = _open == {self}
             _open.discard(self)
@@ -192,7 +192,7 @@ class RankedStep:
         return True
 
     def _copy(self, kind: int, copy: BlockCopy | StateCopy) -> None:
-        if self._pool is not None:  # or there is nothing yet to copy
+        if self._pool is not None:  # otherwise the other ranks have no K/V yet
             try:
                 self._send((kind, copy.source, copy.destination))
             except OSError:
@@ -201,7 +201,7 @@ class RankedStep:
 
     @property
     def failure(self) -> SpecDecError | None:
-        """The reason why no step can be computed any more; None while steps can be computed."""
+        """The error of steps from now on, such as a rank that has ended; None while steps can be computed."""
         if self._processes.failure is not None or self._close.alive:
             return self._processes.failure
         return SpecDecError("the engine's other ranks have ended", hint="open the engine again")
