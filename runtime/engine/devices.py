@@ -16,9 +16,7 @@ _NODES_DIR = Path("/sys/devices/system/node")
 
 
 def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ...]:
-    """The devices of an engine's ranks, by default the first ones; UsageError unless there is a device
-    for each rank.
-    """
+    """The devices of an engine's ranks, by default the first; UsageError unless each rank has a device."""
     if device_ids is None:
         return tuple(range(tp_size))
     if len(device_ids) != tp_size:
@@ -27,6 +25,8 @@ def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ..
             f"{list(device_ids)}",
             hint=f"name {tp_size} device{'s' if tp_size > 1 else ''}, one for each rank",
         )
+    if min(device_ids) < 0:
+        raise UsageError(f"devices are numbered from 0: {list(device_ids)}", hint="use 0 for the first device")
     if len(set(device_ids)) < len(device_ids):
         raise UsageError(
             f"a device is named twice, and each has one rank of an engine: {list(device_ids)}",

@@ -232,7 +232,9 @@ def test_a_rank_that_cannot_begin_is_told(split_llama: Path, monkeypatch: pytest
     said(raised, "1", "2", "7")
 
 
-@pytest.mark.parametrize(("device_ids", "words"), [((4, 5, 6, 7), "2; 4; [4, 5, 6, 7]"), ((1, 1), "[1, 1]")])
+@pytest.mark.parametrize(
+    ("device_ids", "words"), [((4, 5, 6, 7), "2; 4; [4, 5, 6, 7]"), ((1, 1), "[1, 1]"), ((-1, 0), "[-1, 0]")]
+)
 def test_each_rank_has_a_device_of_its_own(
     split_llama: Path, device_ids: tuple[int, ...], words: str, said: Said
 ) -> None:
