@@ -108,9 +108,7 @@ def token_step_of(module: nn.Module, inputs: "Inputs", sizes: "Sizes", arithmeti
 
 
 def _token_step(trace: Callable[[], "CutStep"]) -> TokenStep | str:
-    """Token programs of a traced step, or the reason why there are none: the names of the operations that programs
-    lack, or what cannot be traced.
-    """
+    """Token programs of a traced step; or why there are none, such as operations that programs lack."""
     from runtime.compiler.capture import NoTokenProgram  # not to open an engine
     from runtime.compiler.token_program import lower
 
@@ -189,9 +187,7 @@ def open_aot(package: Path, weights: dict[str, Tensor]) -> StepFunction:
 
 
 def add_program(step: Any, code: bytes, weights: Mapping[str, Tensor], places: list[list[int]]) -> None:
-    """Add a program's call to a step. `places` has the numbers of the tensors that it reads, and of those that it
-    writes.
-    """
+    """Add a program's call to a step. `places` has the numbers of the tensors that it reads, and writes."""
     program = json.loads(code)
     step.add_tokenwise(program["code"], program["numbers"], [weights[name] for name in program["weights"]], *places)
 

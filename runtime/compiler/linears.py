@@ -41,9 +41,7 @@ def use_kernels(module: GraphModule, arithmetic: int) -> None:
 
 
 def look_up_in_output(module: GraphModule, table: Tensor, output: QuantizedLinear) -> None:
-    """Read embeddings from the packed weight of `output` instead of from `table` [vocab, hidden]; both have the same
-    numbers.
-    """
+    """Read embeddings from the packed weight of `output`, which equals `table` [vocab, hidden], not from `table`."""
     graph, get = module.graph, attribute_of(module)
     attributes = {id(get(str(node.target))): node for node in reversed(graph.find_nodes(op="get_attr"))}
     parts = [attributes.get(id(part)) for part in (output.values, output.scales)]
@@ -105,9 +103,7 @@ def _replace(graph: Graph, layers: list[Node], arithmetic: int, *, has_bias: boo
 
 
 def _rounded_layers(graph: Graph, arithmetic: int) -> list[list[Node]]:
-    """Groups of quantized layers that read the same input and whose weights can be packed together. Other layers stay
-    alone.
-    """
+    """Groups of quantized layers with the same input whose weights are packed together; other layers stay alone."""
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.specdec.quantized_linear.default:

@@ -86,9 +86,7 @@ def _weight(layer: nn.Module) -> Tensor:
 
 
 def output_weight(model: PreTrainedModel) -> Tensor:
-    """Weight [vocab, hidden] of the output layer, in the model's dtype. SpecDecError if the output layer is not
-    linear.
-    """
+    """Weight [vocab, hidden] of the output layer in the model's dtype. SpecDecError if it is not linear."""
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(output, nn.Linear | QuantizedLinear):
         raise SpecDecError(

@@ -41,9 +41,7 @@ PRIVATE = (
 
 
 def check_torch() -> None:
-    """`check_names`, if this is not the version of torch that was tested. The check imports all of Inductor, so it is
-    not made otherwise.
-    """
+    """`check_names`, which imports all of Inductor, unless torch has the version that was tested."""
     if not torch.__version__.startswith(f"{_TESTED}."):
         check_names()
 
