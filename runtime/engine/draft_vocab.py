@@ -69,9 +69,7 @@ def training_order(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 
 
 def _model_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The learned part of a tokenizer, as the `tokenizers` package writes it; only the ids of other tokenizers are
-    known.
-    """
+    """The learned part of a tokenizer, as the `tokenizers` package writes it; of other tokenizers the ids."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "to_str"):
         return {"vocab": tokenizer.get_vocab()}

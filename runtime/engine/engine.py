@@ -90,9 +90,7 @@ class KVCacheConfig:
             )
 
     def interval(self, *, has_states: bool) -> int | None:
-        """Number of tokens of a prompt after which states are kept; None if they are not kept. UsageError for an
-        interval below 1, or without effect.
-        """
+        """Tokens of a prompt between kept states; None if none are kept. UsageError for 0, or without effect."""
         interval = self.state_checkpoint_interval
         if interval is None:
             return _STATE_CHECKPOINT_INTERVAL if self.block_reuse else None
@@ -128,6 +126,7 @@ class Engine:
             raise UsageError(f"max_num_tokens must be at least 1: {max_num_tokens}", hint="raise it")
         interval = kv_cache.interval(has_states=bool(config.states))
         self.config = config
+        self.max_draft_len, self.max_batch_size = config.build_config.max_draft_len, config.build_config.max_batch_size
         self.max_num_tokens = max_num_tokens
         self.device = device
         self.block_reuse = kv_cache.block_reuse
@@ -157,9 +156,7 @@ class Engine:
             raise out_of_memory(error) if is_out_of_memory(error) else error from error
         self._heads: list[HeadCache] = []
         self.prompt_tokens = PromptTokens()
-        """Counts of the prompts' tokens by origin, without prompts that are computed `without_disk`, such as a
-        fingerprint's.
-        """
+        """Counts of the prompts' tokens by origin, except prompts that are computed `without_disk`."""
         self._disk: KVDisk | None = None
         self._num_without_disk = 0
         if kv_cache.disk_dir is not None:
@@ -208,7 +205,7 @@ class Engine:
         with MODEL_INIT_LOCK, unchanged_while_opened(bundle):
             check_step_files(bundle)
             check_shape(config, engine_dir)
-            step = open_ranks(RankedModel.of(config, engine_dir), device, device_ids)
+            step = open_ranks(RankedModel.of(engine_dir, config, config.step_shape), device, device_ids)
             draft_ids = read_draft_ids(bundle)
             copy_step = open_copy(step, engine_dir, device, draft_ids) if config.build_config.self_draft else None
         try:
@@ -237,7 +234,7 @@ class Engine:
 
     @property
     def _used_disk(self) -> KVDisk | None:
-        """The disk, after the other ranks have done what they were sent; None if a rank has ended."""
+        """The disk, once all ranks have done everything that they were sent; None if no disk is to be used."""
         if self._num_without_disk or self._disk is None or (self.ranks is not None and not self.ranks.settle()):
             return None
         return self._disk
@@ -271,22 +268,16 @@ class Engine:
             self._disk.flush()
 
     def keep_answer(self, vocabulary: str, salt: str | None, answer: Answer) -> None:
-        """Keep an owner's answer on disk, for all engines with this vocabulary. Does nothing if K/V are not kept on
-        disk.
-        """
+        """Keep an owner's answer on disk, for all engines with this vocabulary; without a disk do nothing."""
         if self._used_disk is not None:
             self._used_disk.keep_answer(vocabulary, salt, answer)
 
     def read_answers(self, vocabulary: str, salt: str | None, after: int) -> tuple[list[Answer], int]:
-        """An owner's answers on disk that were written after row `after`, the oldest first, and the number of the last
-        row.
-        """
+        """An owner's answers on disk after row `after`, the oldest first, and the number of the last row."""
         return ([], after) if self._used_disk is None else self._used_disk.read_answers(vocabulary, salt, after)
 
     def keep_output(self, salt: str | None, scopes: Seq[Scope], tokens: list[int]) -> None:
-        """Keep an owner's output on disk (`runtime.drafters.pools.OutputStore`). Does nothing if K/V are not kept on
-        disk.
-        """
+        """Keep an owner's output on disk (`runtime.drafters.pools.OutputStore`); without a disk do nothing."""
         if self._used_disk is not None:
             self._used_disk.keep_output(salt, scopes, tokens)
 
@@ -344,14 +335,6 @@ class Engine:
         if not self._is_open:
             self.turns.wait_if_ended()
             raise SpecDecError("the engine was closed", hint="open it again")
-
-    @property
-    def max_draft_len(self) -> int:
-        return self.config.build_config.max_draft_len
-
-    @property
-    def max_batch_size(self) -> int:
-        return self.config.build_config.max_batch_size
 
     @property
     def cache_usage(self) -> float:
@@ -444,14 +427,14 @@ class Engine:
         return True
 
     def read_on(self, sequence: Sequence, until: float) -> None:
-        """Read K/V of an admitted sequence from disk, at least one block, and more until a time of
-        `time.perf_counter`.
-        """
+        """Read K/V of an admitted sequence from disk until a `time.perf_counter`, but at least one block."""
         if not sequence.unread:
             return
-        num_read = 0 if self._used_disk is None else self._used_disk.read(sequence, until)
-        if self._used_disk is None:
+        num_read, disk = 0, self._used_disk
+        if disk is None:
             sequence.unread = []
+        else:
+            num_read = disk.read(sequence, until)
         for head in () if sequence.unread else self._heads:
             head.forget(sequence.block_table, sequence.num_computed)
         self._count_found(sequence, 0, num_read, num_read)
@@ -462,9 +445,7 @@ class Engine:
             self.prompt_tokens = self.prompt_tokens.plus(num_tokens, num_found, num_on_disk)
 
     def extend(self, sequence: Sequence) -> bool:
-        """Give an admitted sequence that has grown blocks for all its tokens and a draft. False, without a change, if
-        there is no room.
-        """
+        """Give a grown sequence blocks for its tokens and a draft; False, without a change, if there is no room."""
         num_blocks = len(sequence.block_table)
         if not self._blocks.extend(sequence, len(sequence.tokens) + self.max_draft_len_of(sequence)):
             return False
@@ -564,18 +545,16 @@ class Engine:
         return min(self.max_draft_len, sequence.max_draft_len)
 
     def raise_cache_is_taken(self, request: Request) -> NoReturn:
-        """Raise the error that other requests hold the blocks that this request needs, and do not release them while it
-        waits.
-        """
+        """Raise the error that other requests hold the blocks that this request needs, and keep them meanwhile."""
         if self._states is not None and self._states.manager.is_full:
-            raise SpecDecError(
-                f"no room for {request.name}: sequences of another generation hold all slots of states: "
-                f"{self.num_state_slots}",
-                hint="finish or close other generations on this engine; a draft model needs an engine of its own",
+            why = f": sequences of another generation hold all slots of states: {self.num_state_slots}"
+        else:
+            why = (
+                f" in the K/V cache: {self._blocks.num_free_blocks} of {self._blocks.num_blocks - 1} blocks are free, "
+                "and sequences of another generation hold the rest"
             )
         raise SpecDecError(
-            f"no room for {request.name} in the K/V cache: {self._blocks.num_free_blocks} of "
-            f"{self._blocks.num_blocks - 1} blocks are free, and sequences of another generation hold the rest",
+            f"no room for {request.name}{why}",
             hint="finish or close other generations on this engine; a draft model needs an engine of its own",
         )
 
@@ -604,9 +583,7 @@ class Engine:
                     self._used_disk.keep_state(sequence)
 
     def forward_context(self, sequence: Sequence, num_tokens: int) -> Tensor:
-        """Compute the next `num_tokens` of an admitted sequence; returns logits [num_tokens, vocab], a row after each
-        token.
-        """
+        """Compute the next `num_tokens` of an admitted sequence; returns logits [num_tokens, vocab] after each."""
         logits = self._forward([dataclasses.replace(context_row(sequence, num_tokens), num_logits=num_tokens)])
         sequence.num_computed += num_tokens
         return logits
@@ -708,9 +685,7 @@ def _kv_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.device) -> int:
-    """Number of blocks in the pool, the null block included; SpecDecError, with the numbers, if there is too little
-    memory for them.
-    """
+    """Number of blocks in the pool, the null block included; SpecDecError if there is too little memory for them."""
     build = config.build_config
     block_bytes = bytes_per_block(config.layers, build.tokens_per_block, _kv_dtype(config))
     num_blocks = build.max_batch_size * -(-build.max_seq_len // build.tokens_per_block)

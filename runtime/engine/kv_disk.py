@@ -81,9 +81,8 @@ class Rates:
         self.compute_s = _mean(self.compute_s, seconds / num_tokens)
 
     def read(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens < _LEAST_TIMED:  # most of the time is the fixed cost of a read
-            return
-        self.read_s = _mean(self.read_s, seconds / num_tokens)
+        if num_tokens >= _LEAST_TIMED:  # otherwise most of the time is the fixed cost of a read
+            self.read_s = _mean(self.read_s, seconds / num_tokens)
 
     def reading_pays(self) -> bool:
         """True unless reading takes longer than computing; then True every 32nd time, to measure reading again."""
@@ -212,7 +211,6 @@ class KVDisk:
         self._model = f"{config.pretrained_config.get('model_type')}, {config.dtype}"
         self._blocks, self._states, self._block_size = blocks, states, blocks.block_size
         self._kv = [_part_of_rank(rank, pool) for rank, pool in enumerate(pools)]
-        self._parts = self._kv
         self._heads: list[tuple[HeadCache, Part | None]] = []
         self._process_id = os.getpid()
         self._told: set[str] = set()
@@ -267,11 +265,13 @@ class KVDisk:
         has no place on disk, nothing is read.
         """
         self._heads.append((head, None if name is None else _part_of_head(head, name)))
-        self._parts = [*self._kv, *(part for _, part in self._heads if part is not None)]
 
     def remove_head(self, head: HeadCache) -> None:
         self._heads = [one for one in self._heads if one[0] is not head]
-        self._parts = [*self._kv, *(part for _, part in self._heads if part is not None)]
+
+    @property
+    def _parts(self) -> list[Part]:
+        return [*self._kv, *(part for _, part in self._heads if part is not None)]
 
     def find(self, sequence: Sequence) -> None:
         """Find the records on disk that an admitted sequence lacks, and set its `unread`, which `read` reads."""
@@ -295,9 +295,7 @@ class KVDisk:
         sequence.unread = [one for one in records if one.end > before]
 
     def _asked(self, ask: Callable[[BlockStore], T]) -> T | None:
-        """Result of `ask` with the database; None in a fork, while another process writes, and after a failure, which
-        is reported.
-        """
+        """Result of `ask` with the database; None in a fork, while another process writes, and after a failure."""
         if os.getpid() != self._process_id:
             return None
         try:
@@ -369,9 +367,7 @@ class KVDisk:
         return parts if parts is not None and all(len(parts[name]) == sizes[name] for name in names) else None
 
     def keep_state(self, sequence: Sequence) -> None:
-        """Have the state after a running sequence's computed tokens written with its blocks when the sequence is
-        released.
-        """
+        """Have the state after a running sequence's computed tokens written when the sequence is released."""
         if self._is_writing and self._states is not None and (saved := self._states.saved(sequence)) is not None:
             sequence.kept_states[sequence.num_computed] = saved
 
@@ -548,9 +544,7 @@ class KVDisk:
             self._write_state(owner, job, ids, num_tokens, saved)
 
     def _write_blocks(self, owner: Owner, ids: list[int], blocks: Seq[_Waiting], path: int) -> list[int]:
-        """Write blocks behind the records `ids`, until there is no room or a block has lost its content; returns the
-        ids of all records.
-        """
+        """Write blocks behind the records `ids` while there is room and content; returns the ids of all records."""
         store, batch, num_bytes, ids = self._writer, list[tuple[bytes, dict[str, Bytes]]](), 0, list(ids)
 
         def end_batch() -> bool:

@@ -68,20 +68,15 @@ def current_environment(device: torch.device) -> Environment:
 def check_environment(config: EngineConfig, engine_dir: Path, device: torch.device) -> None:
     """SpecDecError if the engine was built for another torch, transformers, device or processor."""
     here = current_environment(device)
-    for name in ("device", "capability", "torch", "transformers"):
-        built, now = getattr(config.environment, name), getattr(here, name)
-        if built != now:
-            raise SpecDecError(
-                f"`{engine_dir}` was built for another {name}: it needs {built}, here is {now}",
-                hint="build it again here, from its checkpoint",
-                code="other_environment",
-                engine_dir=engine_dir,
-                build=config.build_config,
-            )
+    properties = ("device", "capability", "torch", "transformers")
+    pairs = [(name, getattr(config.environment, name), getattr(here, name)) for name in properties]
+    differences = [f"another {name}: it needs {built}, here is {now}" for name, built, now in pairs if built != now]
     missing = sorted(set(config.environment.instructions) - set(here.instructions))
     if missing:
+        differences.append(f"a processor with instructions that this one lacks: {', '.join(missing)}")
+    if differences:
         raise SpecDecError(
-            f"`{engine_dir}` was built for a processor with instructions that this one lacks: {', '.join(missing)}",
+            f"`{engine_dir}` was built for {differences[0]}",
             hint="build it again here, from its checkpoint",
             code="other_environment",
             engine_dir=engine_dir,
@@ -240,9 +235,7 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
 
 @lru_cache(maxsize=16)
 def _shapes_by_model(pretrained_config: str, tp_size: int) -> Shapes:
-    """Shapes as far as the model determines them. They are cached, because finding them takes most of the time of
-    opening a small engine.
-    """
+    """Shapes as far as the model determines them. Cached: they take most of the time of opening a small engine."""
     from runtime.model.model import probe_config, split_config
     from runtime.model.pretrained import parse_pretrained_config
 

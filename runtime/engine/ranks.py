@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.bundle import LIBRARY
-from runtime.checkpoint.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Quantization, StateShape
+from runtime.checkpoint.config import CheckpointConfig, EngineConfig, Mapping, StepShape, as_json
 from runtime.compiler.compilation import StepFunction, logits_of
 from runtime.core.kv_cache import BlockCopy
 from runtime.core.states import StateCopy
@@ -77,44 +76,30 @@ class RankedModel:
     """The model as a rank opens it."""
 
     directory: Path
-    compiler: Compiler
-    pretrained_config: dict[str, Any]
-    dtype: Dtype
-    quantization: Quantization | None
-    layers: tuple[LayerShape, ...]
-    """K/V shapes of the layers in a rank."""
+    kind: StepKind
+    shape: StepShape
+    """Shape of a rank's step."""
     tp_size: int
-    hidden_states: tuple[int, ...] = ()
-    """Hidden states that the step returns; only with a single rank (`BuildConfig`)."""
-    states: tuple[StateShape, ...] = ()
-    max_draft_len: int = 0
 
     @classmethod
-    def of(cls, config: EngineConfig, directory: Path) -> "RankedModel":
-        build, tp_size = config.build_config, config.mapping.tp_size
-        kind = config.pretrained_config, config.dtype, config.quantization
-        states = config.states, build.max_draft_len
-        return cls(directory, build.compiler, *kind, config.layers, tp_size, build.hidden_states, *states)
+    def of(cls, directory: Path, config: CheckpointConfig | EngineConfig, shape: StepShape) -> "RankedModel":
+        build, said = shape.build_config, (config.pretrained_config, config.dtype, config.quantization)
+        return cls(directory, StepKind(build.compiler, *said, build.hidden_states), shape, config.mapping.tp_size)
 
 
 def open_ranks(model: RankedModel, device: torch.device, device_ids: Seq[int]) -> StepFunction:
     """The step of an engine's directory: this process's own, or, with several ranks, a `RankedStep`."""
-    mapping = Mapping(model.tp_size, model.tp_size)
-    kind = StepKind(model.compiler, model.pretrained_config, model.dtype, model.quantization, model.hidden_states)
-    open_own = partial(open_step, kind, model.directory, device, mapping)
     if model.tp_size == 1:
-        return open_own()
-    return RankedStep(model, device, device_ids, open_own)
+        return open_step(model.kind, model.directory, device)
+    return RankedStep(model, device, device_ids)
 
 
 class RankedStep:
     """The step of all ranks. It may be called from any thread, one call at a time; `close` ends the other ranks."""
 
-    def __init__(
-        self, model: RankedModel, device: torch.device, device_ids: Seq[int], open_own: Callable[[], StepFunction]
-    ) -> None:
+    def __init__(self, model: RankedModel, device: torch.device, device_ids: Seq[int]) -> None:
         cores = cores_of(device_ids) if device.type == "cpu" else [[] for _ in device_ids]
-        way = way_of(model.compiler, device.type)
+        way = way_of(model.kind.compiler, device.type)
         if way == "shared":
             load_kernels(model.directory / LIBRARY)
         self._pool: weakref.ref[Tensor] | None = None
@@ -123,9 +108,9 @@ class RankedStep:
         rendezvous = Rendezvous(way, model.tp_size)
         try:
             self._group = join(rendezvous, 0, model.tp_size)
-            jobs = _jobs(model, rendezvous, cores, rank_devices(device.type, device_ids))
-            files: Seq[int | None] = self._files or [None] * len(jobs)
-            jobs = [job | {"memory": file} for job, file in zip(jobs, files, strict=True)]
+            # All ranks of a CPU have the same torch device, and differ by their cores.
+            devices = ["cpu" if device.type == "cpu" else f"cuda:{device_id}" for device_id in device_ids]
+            jobs = _jobs(model, rendezvous, cores, devices, self._files)
             try:
                 self._processes = Processes(jobs, (*rendezvous.files, *self._files), self._group.stop)
             except BaseException:
@@ -136,7 +121,7 @@ class RankedStep:
             self._close = weakref.finalize(self, _close, self._processes, self._group, self._place, self._files)
             try:
                 self._take_place()
-                self.own = open_own()
+                self.own = open_step(model.kind, model.directory, device, Mapping(model.tp_size, model.tp_size))
                 self._processes.wait_until_ready()
             except BaseException:
                 self.close()
@@ -220,9 +205,7 @@ class RankedStep:
             self._place.take()
 
     def _settled(self, logits: Tensor) -> Tensor:
-        """The logits, after the GPU has computed them. If another rank has ended meanwhile, they are wrong, and an
-        error is raised.
-        """
+        """The logits, once the GPU has computed them. Raises the failure if another rank has ended meanwhile."""
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
             if self._processes.failure is not None:
@@ -260,18 +243,20 @@ def _uninterrupted() -> Iterator[None]:
         answer(*came[0])
 
 
-def rank_devices(device_type: str, device_ids: Seq[int]) -> list[str]:
-    """torch's names of the ranks' devices. On a processor all ranks have the same name, and differ by their cores."""
-    return [device_type if device_type == "cpu" else f"{device_type}:{device_id}" for device_id in device_ids]
-
-
-def _jobs(model: RankedModel, rendezvous: Rendezvous, cores: Seq[Seq[int]], devices: Seq[str]) -> list[dict[str, Any]]:
-    said = dataclasses.asdict(model) | {
+def _jobs(
+    model: RankedModel, rendezvous: Rendezvous, cores: Seq[Seq[int]], devices: Seq[str], files: list[int]
+) -> list[dict[str, Any]]:
+    """Jobs of the other ranks for `runtime.engine.rank_worker`. `files` has each rank's memory; none on GPUs."""
+    said = as_json(model) | {
         "directory": str(model.directory.resolve()),
         "way": rendezvous.way,
         "meeting": rendezvous.number,
     }
-    return [said | {"rank": rank, "cores": cores[rank], "device": devices[rank]} for rank in range(1, model.tp_size)]
+    memory = files or [None] * (model.tp_size - 1)
+    return [
+        said | {"rank": rank, "cores": cores[rank], "device": devices[rank], "memory": memory[rank - 1]}
+        for rank in range(1, model.tp_size)
+    ]
 
 
 def _close(processes: Processes, group: RankGroup, place: Place | None, files: list[int]) -> None:
