@@ -31,7 +31,7 @@ from runtime.builder.convert import check_side_files, copy_side_files
 from runtime.builder.identity import BitSums
 from runtime.checkpoint.bundle import COPY_DIR, DRAFT_VOCAB, LIBRARY, uses_kernels, weights_files
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
-from runtime.checkpoint.checksums import config_digest, record_files
+from runtime.checkpoint.checksums import record_files, write_config
 from runtime.checkpoint.config import (
     Arithmetic,
     BuildConfig,
@@ -40,7 +40,6 @@ from runtime.checkpoint.config import (
     LayersActivations,
     LogitsCheck,
     StepShape,
-    as_json,
 )
 from runtime.compiler.compilation import PackagedStep, StepFunction, compile_aot
 from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, output_weight, quantize_layers, write_layers
@@ -65,7 +64,7 @@ from runtime.model.tp_layers import Splitting
 from runtime.model.weights import present, written_meanwhile
 from runtime.text.text import cache_tokenizer
 from runtime.util.errors import SpecDecError, SpecDecWarning
-from runtime.util.files import check_output_directory, check_output_is_not_input, new_directory, write_file, write_json
+from runtime.util.files import check_output_directory, check_output_is_not_input, new_directory, write_file
 from runtime.util.locks import MODEL_INIT_LOCK
 from runtime.util.processes import do_at_once
 from runtime.util.temporary import own_temporary_files
@@ -120,9 +119,7 @@ class BuildEffort:
     """Number of processes that make ranks' steps at once; each takes the memory of a rank's weights."""
     drafts: DraftSource = DraftSource()
     takes_torch_compile: bool = False
-    """True if a step with operations that token programs lack may be compiled by `torch-compile`, because `aot` was a
-    default that nobody asked for.
-    """
+    """True if `torch-compile` may be taken where `aot` lacks an operation: nobody asked for `aot`."""
     leaves_step: bool = False
     """True if the next opening of the engine, in this process, gets the `aot` step that the build has opened."""
 
@@ -163,7 +160,8 @@ def build_engine(
         written_meanwhile() if weights.splitting is None else nullcontext(lambda: None) as finish_writing,
         ExitStack() as stack,
     ):
-        _copy_tokenizer(opened, directory, output_dir)
+        copy_side_files(opened.directory, directory)
+        cache_tokenizer(directory, opened.config.pretrained_config, output_dir)
         phase(_compiling(build, device))
         check = weights.check(model, build)
         compiled = _compile_all(weights, model, check, directory, effort)
@@ -180,14 +178,14 @@ def build_engine(
             phase("compiling the copy that drafts")
             config, copied = _with_copy(config, copy_of(model, quantized, ids), step, directory, ids)
         if effort.measure_costs:
-            weights.trim()
+            trim(sum(path.stat().st_size for path in weights.paths))
             phase("measuring steps")
             config = _with_costs(config, step, copied, device, ids)
         phase("writing the engine")
         if isinstance(step, RankedStep) and isinstance(step.own, CompiledStep):
             shutil.copytree(step.own.cache_dir, directory / CACHE, dirs_exist_ok=True)
         finish_writing()
-        config = _finish(config, directory)
+        config = write_config(directory, dataclasses.replace(config, files=record_files(directory)))
     if effort.leaves_step and isinstance(step, PackagedStep):
         leave_step(output_dir, step)
     return config
@@ -199,11 +197,6 @@ def _opened(source: Path | OpenedCheckpoint, output_dir: Path, *, replace: bool)
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
     return source if isinstance(source, OpenedCheckpoint) else OpenedCheckpoint(source, open_checkpoint(source))
-
-
-def _copy_tokenizer(opened: OpenedCheckpoint, directory: Path, output_dir: Path) -> None:
-    copy_side_files(opened.directory, directory)
-    cache_tokenizer(directory, opened.config.pretrained_config, output_dir)
 
 
 @dataclass(frozen=True)
@@ -239,10 +232,6 @@ class _Weights:
         if self.splitting is None and build.compiler == "aot":
             return load_absent(self._kind, self.paths[0])
         return load_whole_model(self._kind, self.paths)
-
-    def trim(self) -> None:
-        """Return freed memory to the system, if the weights are large."""
-        trim(sum(path.stat().st_size for path in self.paths))
 
     def model_of(self, rank: int) -> PreTrainedModel:
         return load_absent(self._kind, self.paths[rank])
@@ -296,14 +285,6 @@ def _head_of(config: HeadConfig, model: PreTrainedModel) -> Head:
         return load_head(config, weight, next(model.parameters()).dtype, output)
 
 
-def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
-    """Write `config.json`, with a record of all files in the directory."""
-    config = dataclasses.replace(config, files=record_files(directory))
-    config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
-    write_json(directory / "config.json", as_json(config))
-    return config
-
-
 def _compiling(build: BuildConfig, device: torch.device) -> str:
     """Name of the compile phase, which says why it takes long the first time."""
     if uses_kernels(build.compiler, device.type) and not are_kernels_compiled():
@@ -311,18 +292,21 @@ def _compiling(build: BuildConfig, device: torch.device) -> str:
     return "compiling the step"
 
 
-def _make_kernels(library: Path) -> None:
-    write_kernels(library)
-    load_kernels(library)
-    describe_kernels()
-
-
 @contextmanager
 def _machine_errors() -> Iterator[None]:
+    """Raise errors that are not the model's fault as they were within the block: Ctrl-C, a full disk, no memory, or no
+    C++ compiler. While torch traces or compiles, it turns Ctrl-C into another kind of error, and wraps others.
+    """
     try:
         yield
     except Exception as error:
-        _raise_machine_error(error)
+        if "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from error
+        cause = getattr(error, "inner_exception", error)  # of Inductor's wrapper
+        if says_no_compiler(cause):
+            raise no_compiler() from error
+        if isinstance(cause, OSError | MemoryError):
+            raise cause  # noqa: B904  (it keeps its own cause)
         raise
 
 
@@ -332,19 +316,8 @@ def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, dir
     if compiler == "torch-compile" and weights.splitting is not None:
         (directory / CACHE).mkdir()  # an engine's cache, which rank 0 copies and fills
     if compiler == "aot" or weights.splitting is not None:
-        ranks = RankedModel(
-            directory,
-            compiler,
-            checkpoint.pretrained_config,
-            checkpoint.dtype,
-            checkpoint.quantization,
-            shape.layers,
-            checkpoint.mapping.tp_size,
-            shape.build_config.hidden_states,
-            shape.states,
-            shape.build_config.max_draft_len,
-        )
-        return open_ranks(ranks, weights.device, range(ranks.tp_size))
+        model_of_ranks = RankedModel.of(directory, checkpoint, shape)
+        return open_ranks(model_of_ranks, weights.device, range(model_of_ranks.tp_size))
     step = Step(model, shape.build_config.hidden_states)
     return _compiled_step(step, directory / CACHE) if compiler == "torch-compile" else step
 
@@ -409,9 +382,7 @@ def _checked(step: StepFunction, check: _Check, checkpoint: CheckpointConfig, co
 def _with_copy(
     config: EngineConfig, copied: PreTrainedModel, step: StepFunction, directory: Path, ids: Tensor | None
 ) -> tuple[EngineConfig, StepFunction]:
-    """Compile the self-draft copy, write the files that open it, and check its step. SpecDecError if the copy has
-    operations that `aot` lacks.
-    """
+    """Compile the self-draft copy, write its files, and check its step. SpecDecError if `aot` lacks an operation."""
     compiler, own_dir = config.build_config.compiler, directory / COPY_DIR
     own_dir.mkdir()
     if isinstance(step, PackagedStep):
@@ -480,9 +451,7 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
 
 
 def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device: torch.device) -> None:
-    """Warn of a build without kernels if weights are quantized: the checkpoint's, a copy's, or the output layer's for
-    drafts.
-    """
+    """Warn of a build without kernels whose weights, or whose drafts' weights, are quantized."""
     quantized = checkpoint.quantization is not None and checkpoint.quantization.quant_algo is not None
     drafts_quantized = build.self_draft is not None or build.draft_output.is_quantized
     if (quantized or drafts_quantized) and not uses_kernels(build.compiler, device.type):
@@ -511,11 +480,11 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: in
 def _compile_all(
     weights: _Weights, model: PreTrainedModel, check: "_Check", directory: Path, effort: BuildEffort
 ) -> _Compiled:
-    """Write all files that an opened step needs, for each rank. SpecDecError if `aot` lacks an operation and no other
-    compiler may be taken.
-    """
+    """Write the files of all ranks' steps. SpecDecError if `aot` lacks an operation and no other may be taken."""
     if weights.with_kernels:
-        _make_kernels(directory / LIBRARY)
+        write_kernels(directory / LIBRARY)
+        load_kernels(directory / LIBRARY)
+        describe_kernels()
     if weights.device.type == "cpu":
         flush_denormals()
         keep_freed_memory()
@@ -548,16 +517,3 @@ def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: in
     flush_denormals()
     with own_temporary_files():
         return _compile(weights.model_of(rank), shape, directory, rank)
-
-
-def _raise_machine_error(error: Exception) -> None:
-    """Raise an error that is not the model's fault: Ctrl-C, a full disk, no memory, or no C++ compiler. While torch
-    traces or compiles, it turns Ctrl-C into another kind of error.
-    """
-    if "KeyboardInterrupt" in str(error):
-        raise KeyboardInterrupt from error
-    cause = getattr(error, "inner_exception", error)  # of Inductor's wrapper
-    if says_no_compiler(cause):
-        raise no_compiler() from error
-    if isinstance(cause, OSError | MemoryError):
-        raise cause

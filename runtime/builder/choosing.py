@@ -35,9 +35,7 @@ def without_kernels(compiler: Compiler) -> Compiler:
 
 
 def check_is_aot(config: EngineConfig) -> None:
-    """SpecDecError, for a user who asked for `aot`, if an engine was built by another compiler because `aot` lacks an
-    operation.
-    """
+    """SpecDecError for an engine built by another compiler than `aot`, because `aot` lacks an operation."""
     if config.build_config.compiler != "aot":
         raise lacks_operations((config.compiler_note or "").rpartition(": ")[2])
 

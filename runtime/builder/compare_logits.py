@@ -54,9 +54,7 @@ class _Judge:
     more_rounding: float  # than transformers'
     most_rounding: float
     most_by_ties: float
-    """Limit like `most_rounding` for three quarters of a mixture's rows: near ties between experts may be decided
-    otherwise.
-    """
+    """Limit like `most_rounding` for three quarters of a mixture's rows: near ties may be decided otherwise."""
     of_rows: float = 1.0
     """Share of the rows that must be within the limit: the nearest rows."""
     farthest_row: float = math.inf
@@ -140,24 +138,15 @@ def compute(step: StepFunction, sample: Sample) -> Computed:
     return Computed(step, sample, tables, pool, contexts, drafts)
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """Transformers' computation of a sample."""
-
-    logits: Tensor
-    """Logits [rows, vocab] float32: for each text the last token of the context, then the draft's tokens."""
-    choices: Choices
-    """Scores by which a mixture's routers choose experts."""
-
-
 def _reference(
     sample: Sample,
     model: PreTrainedModel,
     product_tolerance: float,
     have: Callable[..., AbstractContextManager[None]],
     kv: Seq[QuantizeKV | None],
-) -> _Reference:
-    """transformers' logits, by eager attention over whole sequences.
+) -> tuple[Tensor, Choices]:
+    """transformers' logits float32 [rows, vocab], by eager attention over whole sequences, and the scores by which a
+    mixture's routers chose experts. The rows are the last tokens of all contexts, then all tokens of drafts.
 
     Quantized keys and values are read from `kv`, which has the engine's own. `have` loads the weights of a layer.
     Raises SpecDecError for logits that are NaN or infinite, and if a quantized layer's product by its kernel differs
@@ -179,7 +168,7 @@ def _reference(
             f"the model's logits are NaN or infinite in {sample.shape.dtype}, also where transformers computes them",
             hint="convert it to another dtype, or correct its weights",
         )
-    return _Reference(logits, choices)
+    return logits, choices
 
 
 def _sequences(sample: Sample, kv: Seq[QuantizeKV | None]) -> list[_Sequence]:
@@ -204,8 +193,8 @@ def check_logits(
     dtype, kv = next(model.parameters()).dtype, list[QuantizeKV | None]()
     if sample.shape.kv_cache is not None:
         kv = [Stored(ours.pool, table, tolerance) for table in ours.tables]
-    theirs = _reference(sample, model, product_tolerance, have, kv)
-    check = _compare(logits, theirs.logits, tolerance)
+    theirs, choices = _reference(sample, model, product_tolerance, have, kv)
+    check = _compare(logits, theirs, tolerance)
     if check.relative_difference <= tolerance:
         return check
     said = (
@@ -217,11 +206,11 @@ def check_logits(
     with torch.inference_mode(), _reference_attention(model, sample.shape), without_kernels(model):
         with Choices() as unrounded:
             exact = _logits_in(judge.dtype, model, sequences)
-        distances = [_distances(one, exact) for one in (logits, theirs.logits)]
+        distances = [_distances(one, exact) for one in (logits, theirs)]
         both = [rows.max().item() for rows in distances]
         is_right = judge.allows(distances[0], distances[1], tolerance)
         if not is_right and unrounded.scores:
-            margins = near_ties(theirs.choices, unrounded)
+            margins = near_ties(choices, unrounded)
             moved = _moved_by_ties(judge.dtype, model, sequences, margins, exact)
             ties = f", and near ties between experts that are decided otherwise by up to {moved.max().item():.2e}"
             if moved.max().item() > tolerance:
@@ -238,7 +227,7 @@ def check_logits(
 def _moved_by_ties(
     dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Sequence], margins: Seq[float], exact: Tensor
 ) -> Tensor:
-    """For each row the largest distance [rows] of a mixture's logits in `dtype` from `exact`, if near ties between
+    """Largest distance [rows], for each row, of a mixture's logits in `dtype` from `exact`, if near ties between
     experts are decided otherwise: all ties, or the ties of every other token.
     """
     found = []
@@ -312,8 +301,8 @@ def _widen(value: Any) -> Any:
 
 
 def _reference_logits(model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tensor:
-    """transformers' logits [rows, vocab], float32 or wider: for each sequence the last token of its context, then its
-    draft's.
+    """transformers' logits [rows, vocab], float32 or wider: of the last token of each sequence's context, then of the
+    tokens of all drafts.
 
     Sequences are padded at the end and computed together, which dequantizes weights once; no token sees the padding.
     With quantized keys and values, each sequence is computed alone.

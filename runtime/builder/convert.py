@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig
 
 from runtime.checkpoint.bundle import weights_files
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint
-from runtime.checkpoint.checksums import CONFIG, config_digest, record_files
-from runtime.checkpoint.config import CheckpointConfig, Dtype, Mapping, QuantConfig, as_json
+from runtime.checkpoint.checksums import record_files, write_config
+from runtime.checkpoint.config import CheckpointConfig, Dtype, Mapping, QuantConfig
 from runtime.checkpoint.generation_config import GENERATION_CONFIG, check_generation_config
 from runtime.checkpoint.gguf.blocks import ExpertBlocks
 from runtime.checkpoint.gguf.config import generation_config_of
@@ -28,11 +28,7 @@ from runtime.checkpoint.gguf.tokenizer import make_gguf_tokenizer
 from runtime.checkpoint.quant.mxfp4 import codes_of, is_in_codes
 from runtime.checkpoint.quant.planning import Losses, PrequantizedLayer, Source, plan_pieces, quantize_experts
 from runtime.checkpoint.resolve import WEIGHTS
-from runtime.checkpoint.source import (
-    SourceTensor,
-    load_tensors,
-    read_file_header,
-)
+from runtime.checkpoint.source import SourceTensor, load_tensors, read_file_header
 from runtime.checkpoint.tekken import is_tekken_alone
 from runtime.checkpoint.tensor_writer import Piece, Progress, write_pieces, write_shares
 from runtime.checkpoint.tokenizer import TEMPLATE_DIR, template_files
@@ -52,10 +48,7 @@ from runtime.model.model import (
     renames_weights,
     split_config,
 )
-from runtime.model.pretrained import (
-    layers_that_keep,
-    parse_pretrained_config,
-)
+from runtime.model.pretrained import layers_that_keep, parse_pretrained_config
 from runtime.model.read_model import open_source
 from runtime.model.tp_layers import Splitting
 from runtime.text.text import load_tokenizer
@@ -135,9 +128,7 @@ class Conversion:
             )
 
     def has_weights_of(self, file: Path) -> bool:
-        """True if the model's file equals the file that would be written: the same tensors under the same names, and no
-        others.
-        """
+        """True if the model's file equals the file that would be written: the same tensors, and no others."""
         if self.splitting is not None or any(len(piece.sources) != 1 for piece in self.pieces):
             return False
         sources = [piece.sources[0] for piece in self.pieces]
@@ -178,9 +169,7 @@ def convert(
     with new_directory(output_dir, replace=replace) as directory:
         conversion.write(directory, progress)
         conversion.check(directory)
-        checkpoint = replace_fields(conversion.config, files=record_files(directory))
-        checkpoint = replace_fields(checkpoint, config_digest=config_digest(as_json(checkpoint)))
-        write_json(directory / CONFIG, as_json(checkpoint))
+        checkpoint = write_config(directory, replace_fields(conversion.config, files=record_files(directory)))
     conversion.warn_of_losses()
     return checkpoint
 
@@ -188,9 +177,9 @@ def convert(
 def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool) -> OpenedCheckpoint:
     """Write the files that a build in this process reads of a model's checkpoint into an empty directory.
 
-    Nothing opens the files later, so they are not recorded, which would read them again. With `may_link`, a file of
-    weights that needs no conversion is linked instead of copied: the build notices if weights are overwritten
-    meanwhile, or NaN.
+    Nothing opens the files later, so they are neither recorded, which would read them again, nor flushed to disk. With
+    `may_link`, a file of weights that needs no conversion is linked instead of copied: the build notices if weights are
+    overwritten meanwhile, or NaN.
     """
     weights = conversion.model_dir / WEIGHTS
     if may_link and weights.is_file() and conversion.has_weights_of(weights):
@@ -203,9 +192,7 @@ def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool
 
 
 def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig, tp_size: int = 1) -> Conversion:
-    """Plan the conversion; SpecDecError for a model that its files' headers show to be unsupported, incomplete or
-    damaged.
-    """
+    """Plan the conversion; SpecDecError if headers show that the model is unsupported, incomplete or damaged."""
     source = open_source(model_dir)
     if not is_gguf(model_dir):
         check_side_files(model_dir)
@@ -238,9 +225,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
 
 
 def _with_experts_in_few_bits(source: Source, pretrained: PreTrainedConfig) -> Source:
-    """The source, in which experts whose stored form the kernels can compute with are layers: one for each tensor of
-    experts.
-    """
+    """The source, with tensors of experts as layers if the kernels can compute with their stored form."""
     wanted = expert_layers(pretrained)
     stored = {
         tensor.name: layer
@@ -325,9 +310,7 @@ def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
 
 
 def keep_converted(make: Callable[[], Any], directory: Path) -> None:
-    """Save a tokenizer that `make` converts from another form. A warning if it cannot be converted, since prompts of
-    token ids need none.
-    """
+    """Save a converted tokenizer; if it cannot be converted, warn: prompts of token ids need none."""
     try:
         make().save_pretrained(directory)
     except SpecDecError as error:

@@ -1,6 +1,4 @@
-"""Ids that drafts may have: listed in a file, the most frequent ids in traces or a corpus, or the ids that a tokenizer
-learned first.
-"""
+"""Ids that drafts may have: a file's, the most frequent of traces or a corpus, or those a tokenizer learned first."""
 
 import warnings
 from collections.abc import Sequence as Seq

@@ -17,23 +17,11 @@ from typing import Literal, Unpack
 import torch
 
 from runtime.builder.choosing import check_is_aot, compiler_for, without_kernels
-from runtime.builder.engine_options import (
-    EngineOptions,
-    build_config_of,
-    draft_output_of,
-    precision_of,
-    with_defaults,
-)
+from runtime.builder.engine_options import EngineOptions, build_config_of, draft_output_of, precision_of, with_defaults
 from runtime.checkpoint.bundle import check_step_files, check_tokenizer_files, read_bundle, uses_kernels
 from runtime.checkpoint.checkpoint_dir import check_not_split
 from runtime.checkpoint.checksums import CONFIG, NOT_RECORDED
-from runtime.checkpoint.config import (
-    BuildConfig,
-    Compiler,
-    Dtype,
-    max_draft_len_for,
-    usual_max_seq_len,
-)
+from runtime.checkpoint.config import BuildConfig, Compiler, Dtype, max_draft_len_for, usual_max_seq_len
 from runtime.checkpoint.costs import MeasuredCosts, keep_costs
 from runtime.checkpoint.generation_config import GENERATION_CONFIG
 from runtime.checkpoint.resolve import (
@@ -46,12 +34,7 @@ from runtime.checkpoint.resolve import (
 from runtime.drafters.heads.head_config import DraftOutputSettings, HeadConfig
 from runtime.engine.engine import resolve_device
 from runtime.engine.load import current_environment, take_step
-from runtime.kernels.library import (
-    begin_kernels,
-    check_kernels_can_be_made,
-    kernels_can_wait,
-    processor,
-)
+from runtime.kernels.library import begin_kernels, check_kernels_can_be_made, kernels_can_wait, processor
 from runtime.util.cache import (
     cache_dir,
     cached_engines,
@@ -79,6 +62,10 @@ from runtime.util.locks import MODEL_INIT_LOCK
 from runtime.util.temporary import own_temporary_files, temporary_dir
 
 _MOST_BYTES_WITHOUT_KERNELS = 1 << 30
+_KERNELS_COME_LATER = (
+    "the CPU kernels are being compiled (2 to 4 minutes, once, in the background). Until then the model runs "
+    "several times slower, and where two tokens are nearly equally likely, later outputs may differ"
+)
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 """Opens a display of phases: gives a function to call with the name of each phase when it begins."""
 
@@ -92,9 +79,7 @@ class EngineSettings:
     hidden_states: tuple[int, ...] = ()
     """Hidden states that the step gives, for a trained drafter (`BuildConfig`)."""
     takes_torch_compile: bool = field(default=False, repr=False)
-    """Value of `BuildEffort.takes_torch_compile`. It is left out of the settings' `repr`, and so out of an engine's
-    digest.
-    """
+    """Value of `BuildEffort.takes_torch_compile`. It is not part of the `repr`, nor of an engine's digest."""
     draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
     """Output layer for drafts: of the self-draft copy, and of the first head."""
     heads: tuple[HeadConfig, ...] = ()
@@ -195,7 +180,7 @@ def engine_of_model(
         compiler = compiler_for(device, asked)
         if asked is None and not is_made(compiler):
             if answers_first and use_cache and _needs_no_kernels(model_dir, settings, compiler) and kernels_can_wait():
-                _say_that_kernels_come_later()
+                warnings.warn(_KERNELS_COME_LATER, SpecDecWarning, stacklevel=1)
                 stack.callback(begin_kernels)
                 compiler = "none"
             else:
@@ -289,15 +274,6 @@ def _say_that_it_waits() -> None:
     warnings.warn("waiting for another process, which is building this engine", SpecDecWarning, stacklevel=2)
 
 
-def _say_that_kernels_come_later() -> None:
-    warnings.warn(
-        "the CPU kernels are being compiled (2 to 4 minutes, once, in the background). Until then the model runs "
-        "several times slower, and where two tokens are nearly equally likely, later outputs may differ",
-        SpecDecWarning,
-        stacklevel=2,
-    )
-
-
 def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -> str:
     """A digest of the model's files, the settings, the machine, and the code that builds engines."""
     return digest(
@@ -313,9 +289,7 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
 
 
 def _identity_of_drafts(settings: EngineSettings) -> list[str]:
-    """The output layer for drafts, by the contents of its source files: the list of ids, and a quantized head's
-    weights.
-    """
+    """The output layer for drafts, by the contents of its files: the ids, and a quantized head's weights."""
     wanted, weights = settings.draft_output, list[Path]()
     vocab = wanted.vocab if wanted.vocab in (None, "auto") else file_digest(Path(wanted.vocab))
     if wanted.is_quantized:

@@ -45,9 +45,7 @@ class BitSums:
 
     @contextmanager
     def present(self, *those: nn.Module | Tensor) -> Iterator[None]:
-        """Read the weights of a module, as `weights.present` does; SpecDecError if weights of the `unread` file are NaN
-        or infinite.
-        """
+        """Read weights as `weights.present` does; SpecDecError if weights of the `unread` file are NaN or infinite."""
         with present(*those):
             for tensor in tensors_of(those):
                 if (place := _place(tensor)) in self._names and place not in self._sums:
@@ -82,9 +80,7 @@ def _sum_of_bits(weight: Tensor, dtype: torch.dtype) -> int:
 def differences(
     model: PreTrainedModel, model_dir: Path, bundle: Bundle, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> list[str]:
-    """Differences between transformers' `model`, loaded from `model_dir`, and the engine's model; empty if there are
-    none.
-    """
+    """Differences between transformers' `model`, loaded from `model_dir`, and the engine's model."""
     found = _config_differences(model, bundle)
     if tokenizer is not None and _has_another_tokenizer(model_dir, bundle, tokenizer):
         found.append("the tokenizer")

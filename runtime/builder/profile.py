@@ -92,9 +92,7 @@ class Profile:
 
 
 def engine_digest(config: EngineConfig) -> str:
-    """A digest that is equal for engines with the same model shape, built alike for the same machine. Measured times
-    are left out.
-    """
+    """A digest, without measured times, that is equal for engines of one shape, built alike for one machine."""
     record = as_json(config)
     return digest([json.dumps({key: record[key] for key in _IDENTITY}, sort_keys=True)])
 
@@ -158,9 +156,9 @@ def _parse_drafters(record: Any, where: str) -> tuple[DrafterSpec, ...]:
 
 def _parse_one(record: Any, where: str) -> DrafterSpec:
     kinds = {name: spec for name, spec in DRAFTERS.items() if spec.description.is_tuned}
-    kind = kinds.get(str(record.get("name"))) if isinstance(record, dict) else None
+    name = record.get("name") if isinstance(record, dict) else record
+    kind = kinds.get(str(name)) if isinstance(record, dict) else None
     if kind is None:
-        name = record.get("name") if isinstance(record, dict) else record
         raise SpecDecError(f"`{where}` names no drafter that a profile can have ({', '.join(kinds)}): {name}")
     missing = [field.name for field in fields_of(kind) if field.name not in record]
     if missing:
@@ -216,9 +214,7 @@ def find_saved_profile(name: str) -> Path | None:
 
 
 def save_profile(name: str, profile: Profile) -> Path:
-    """Make the profile the model's default; returns its path. SpecDecError if the cache cannot be written, or if there
-    is no such model.
-    """
+    """Make the profile the model's default; returns its path. SpecDecError if the cache cannot be written."""
     path = saved_profile(name)
     try:
         make_cache_dir()

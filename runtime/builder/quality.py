@@ -13,15 +13,14 @@ from transformers import PreTrainedModel
 from runtime.builder.reference import QUANTIZED_KV, Quantized, QuantizeKV, load_original
 from runtime.checkpoint.bundle import weights_files
 from runtime.checkpoint.checkpoint_dir import open_checkpoint
-from runtime.checkpoint.checksums import CONFIG, config_digest
-from runtime.checkpoint.config import CheckpointConfig, EngineConfig, Quality, as_json
+from runtime.checkpoint.checksums import CONFIG, write_config
+from runtime.checkpoint.config import CheckpointConfig, EngineConfig, Quality
 from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.core.kv_cache import kv_dtype
 from runtime.model.model import ModelKind, load_whole_model, split_config
 from runtime.model.pretrained import num_positions, parse_pretrained_config
 from runtime.text.text import encode_text, load_tokenizer
 from runtime.util.errors import SpecDecError
-from runtime.util.files import write_json
 from runtime.util.reading import read_utf8
 
 _NUM_TOKENS = 2000
@@ -105,7 +104,4 @@ def _log_probs(model: PreTrainedModel, tokens: list[int], window: int, **quantiz
 
 def record_quality(engine_dir: Path, config: EngineConfig, quality: Quality) -> EngineConfig:
     """Write the quantization error of its checkpoint into an engine's `config.json`."""
-    config = dataclasses.replace(config, quality=quality)
-    config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
-    write_json(engine_dir / CONFIG, as_json(config))
-    return config
+    return write_config(engine_dir, dataclasses.replace(config, quality=quality))

@@ -133,9 +133,7 @@ def _are_narrow(args: Any) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Output [..., outputs] in the dtype of `x`, from `x` [..., inputs] and the weight [outputs, inputs], which is
-    widened piece by piece.
-    """
+    """Output [..., outputs] in the dtype of `x` [..., inputs]. The weight [outputs, inputs] is widened in pieces."""
     wide = x.reshape(-1, weight.shape[1]).float()
     outputs = x.new_empty(len(wide), len(weight))
     at_once, end = max(1, _WIDENED_AT_ONCE // max(1, weight.shape[1])), 0
@@ -190,9 +188,7 @@ class Choices(TorchFunctionMode):
         return kind((scores.gather(-1, indices), indices))
 
     def _of_bound(self, distances: Tensor, bound: float, decided: Tensor) -> Tensor:
-        """True where a score's distance from the best score exceeds the bound, so that its expert is left out; ties in
-        turn are decided otherwise.
-        """
+        """True where a score is too far from the best to take its expert; ties in turn are decided otherwise."""
         if (margin := self._margin(distances)) is None:
             return decided
         return decided ^ self._in_turn(((distances - bound).abs() <= margin) & (distances != 0))
@@ -209,9 +205,7 @@ class Choices(TorchFunctionMode):
 
 
 def near_ties(rounded: Choices, exact: Choices) -> list[float]:
-    """Margins, one for each call, within which rounding may exchange scores: as much as a typical token's
-    scores move.
-    """
+    """Margins, one for each call, within which rounding may exchange scores: twice a typical token's move."""
     return [
         2 * (ours - theirs).nan_to_num(0).abs().amax(-1).median().item()  # -inf - -inf: experts that neither may take
         for ours, theirs in zip(rounded.scores, exact.scores, strict=True)
