@@ -329,9 +329,7 @@ def _compiled_step(step: Step, cache_dir: Path) -> CompiledStep:
 
 
 class _Check:
-    """Compares steps with transformers' computation of the same model. With `sums` it sums up the weights' bits while
-    the weights are in memory.
-    """
+    """Compares steps with transformers' computation of the same model; `sums` sums up the weights' bits meanwhile."""
 
     def __init__(
         self,

@@ -217,8 +217,7 @@ AttentionMaskInterface.register(QUANTIZED_KV, eager_mask)
 
 
 def load_original(model_dir: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
-    """The unconverted model: transformers' own, in `dtype`, with transformers' default attention unless another is
-    named.
+    """The unconverted model: transformers' own, in `dtype`, with its default attention unless another is named.
 
     A GGUF file's weights are dequantized here: transformers would need another package, and does not read all files.
     Exceptions are transformers' own.

@@ -223,10 +223,9 @@ def _cut(form: StepForm, arithmetic: int) -> CutStep:
 def _with_layers_as_calls(
     layers: nn.ModuleList, form: StepForm, arithmetic: int
 ) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
-    """The step's graph with these layers as calls, and the arguments of these calls.
+    """The step's graph with these layers as calls, and the calls' arguments.
 
-    Tracing an input for the pool of each layer takes long if there are many layers, so layers of the same shape share
-    an input at first.
+    Tracing an input for the pool of each layer takes long, so layers of the same shape share an input at first.
     """
 
     def captured(stand_ins: list[int] | None = None) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
@@ -498,8 +497,7 @@ _NUM_BEFORE_POOLS = 5  # a step's inputs that are its batch
 
 def _stand_ins(shapes: Shapes) -> list[int]:
     """Number, for each layer with K/V, of the pool that stands for the layer's own. Layers of one shape share a
-    pool. The last of them shares with none, since the model's last layer is not a call: [0, 0, 1] for three equal
-    layers.
+    pool. The last of them shares with none, since the model's last layer is not a call: [0, 0, 1] for three.
     """
     kinds = [repr(replace(one, layer=0)) for one in shapes.layers[:-1]]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
@@ -725,8 +723,7 @@ def _piece(
     module: GraphModule, ordered: list[Node], outputs: list[Node], writing: list[Node], given: set[Node]
 ) -> tuple[GraphModule, list[Node]]:
     """The part of the graph that computes `outputs` from the nodes in `given`, as a module; also returns the nodes of
-    `given` that it reads. It includes the operations in `writing`, which write into tensors, even if nothing reads
-    their results.
+    `given` that it reads. It includes the operations in `writing`, even if nothing reads their results.
     """
     needed: set[Node] = set()
     waiting = outputs + writing

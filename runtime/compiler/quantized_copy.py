@@ -1,8 +1,7 @@
 """The copy by which a model drafts for itself: the same model with the weights of its linear layers in fewer bits.
 
 It is compiled as a step of its own, in a directory of its own within the engine's. Everything else is the target's own
-memory: embeddings, norms and K/V pools. The output layer is the target's too, unless the copy drafts fewer ids or uses
-fewer bits.
+memory: embeddings, norms and K/V pools, and the output layer unless it has fewer ids or fewer bits for drafts.
 """
 
 import copy

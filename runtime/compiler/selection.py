@@ -2,8 +2,7 @@
 
 A model picks these tokens before its output layer. For a prompt only the last token is picked, so the last layer's
 feed-forward network would compute all other tokens in vain. Token-wise operations give the same result for a picked
-token if the picking is done before them. (llama.cpp does so in the graph of each family; here any captured graph is
-changed.)
+token if the picking is done before them. (llama.cpp does so in each family's graph; here any graph is changed.)
 """
 
 from operator import getitem

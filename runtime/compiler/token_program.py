@@ -1,5 +1,4 @@
-"""Token programs: a step's computation without compilation, as kernels and, between them, operations on a token's
-vectors.
+"""Token programs: a step without compilation, as kernels and, between them, operations on a token's vectors.
 
 All operations between two kernels are a block. A block is carried out token by token (`csrc/token_program.h`), in
 memory that stays in the processor's cache. There all numbers are float32, and are rounded where the graph's tensor has

@@ -589,9 +589,7 @@ class Engine:
         return logits
 
     def occupy_cache(self, blocks: range) -> None:
-        """Touch these blocks of the K/V cache, so that they are in memory as if they were in use, for measurements. The
-        K/V of released sequences are forgotten.
-        """
+        """Touch these blocks of the K/V cache, as if they were in use; forget the K/V of released sequences."""
         self.check_is_open()
 
         def occupy() -> None:

@@ -85,8 +85,7 @@ class HeadCache:
     def num_known(self, block_table: Seq[int], num_tokens: int) -> int | None:
         """Number of first tokens of a sequence whose keys and values the head has, among the `num_tokens` that the
         target has computed. It is at least 1 if the head takes pairs, since the first token needs none, and
-        `num_tokens` if the head has no keys and values of its own. None if a hidden state of the other tokens is
-        missing.
+        `num_tokens` if the head has no keys and values. None if the other tokens lack a hidden state.
         """
         own = list(block_table[: -(-num_tokens // self.block_size)])
         has_kv, has_state = (has[own].reshape(-1)[:num_tokens] for has in (self._has_kv, self._has_state))

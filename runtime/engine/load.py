@@ -110,9 +110,7 @@ def take_step(engine_dir: Path) -> StepFunction | None:
 
 
 def open_step(kind: StepKind, engine_dir: Path, device: torch.device, mapping: Mapping = ALONE) -> StepFunction:
-    """The compiled step of an engine directory, ready to be called on `device`; for a split engine, the step of one
-    rank. SpecDecError if a file is damaged.
-    """
+    """The compiled step of an engine directory, or of one of its ranks. SpecDecError if a file is damaged."""
     if mapping == ALONE and (left := take_step(engine_dir)) is not None:
         return left
     compiler = kind.compiler

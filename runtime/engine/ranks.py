@@ -1,7 +1,6 @@
 """Rank 0 of an engine that is split: its step, which the other ranks' processes compute with it.
 
-The other ranks get the tensors of each batch, and change their K/V as rank 0 does. Rank 0 alone drafts, samples and
-counts.
+The other ranks get each batch's tensors, and change their K/V as rank 0 does. Rank 0 alone drafts and samples.
 """
 
 import dataclasses
@@ -252,7 +251,7 @@ def _jobs(
         "way": rendezvous.way,
         "meeting": rendezvous.number,
     }
-    memory = files or [None] * (model.tp_size - 1)
+    memory: Seq[int | None] = files or [None] * (model.tp_size - 1)
     return [
         said | {"rank": rank, "cores": cores[rank], "device": devices[rank], "memory": memory[rank - 1]}
         for rank in range(1, model.tp_size)
