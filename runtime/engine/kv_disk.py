@@ -220,6 +220,7 @@ class KVDisk:
         self._num_copied_bytes = 0
         self._condition = threading.Condition()
         self._is_idle, self._is_closed = True, False
+        self._num_left_out = 0
         self._thread: threading.Thread | None = None
         self._check_size(directory, max_bytes, config)
         self._reader, self._writer = BlockStore(directory, max_bytes), BlockStore(directory)
@@ -388,6 +389,7 @@ class KVDisk:
             if self._is_closed:
                 return
             if len(self._jobs) >= _MOST_JOBS:
+                self._num_left_out += 1
                 self._tell(
                     "late",
                     f"K/V are computed faster than they are written to disk, and some are left out ({_MOST_JOBS} "
@@ -460,9 +462,13 @@ class KVDisk:
             self._num_copied_bytes += sum(map(len, waiting.data.values()))
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything is written; False if that takes longer than `timeout_s`."""
+        """Wait until nothing waits to be written. False if that takes longer than `timeout_s`, or if something was left
+        out since the last call, because other processes wrote for 20 s or because 256 sequences waited.
+        """
         with self._condition:
-            return self._condition.wait_for(lambda: self._is_idle and not self._jobs, timeout_s)
+            is_idle = self._condition.wait_for(lambda: self._is_idle and not self._jobs, timeout_s)
+            num_left_out, self._num_left_out = self._num_left_out, 0
+            return is_idle and not num_left_out
 
     def close(self) -> None:
         """Write everything that waits, and end the thread; each is waited for at most a minute."""
@@ -487,9 +493,10 @@ class KVDisk:
             try:
                 if self._is_writing:
                     self._write(job)
-            except TimeoutError:
-                pass  # another process was writing all the time
+            except TimeoutError:  # other processes have written all the while
+                self._num_left_out += 1
             except Exception as error:  # whatever it is, requests are answered without the disk
+                self._num_left_out += 1
                 self._fail(self._writer, error)
             finally:
                 self._forget(job)
