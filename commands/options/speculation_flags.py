@@ -84,7 +84,7 @@ Drafters = Annotated[
     option(
         SPECULATION,
         f"Use several drafters; each sequence gets the most profitable draft. Names: {', '.join(DRAFTERS)}, "
-        "each with its own flag. `auto` uses every drafter whose flag you give.",
+        "each with its own flag. `auto` uses every drafter whose flag you give, `none` no drafter.",
         check=_check_drafters,
         metavar="NAME,NAME",
     ),

@@ -1,23 +1,22 @@
 """Automatic draft lengths: as many tokens as pay for themselves, and no draft if none pays.
 
 A step with more draft tokens takes longer (known from the engine's cost model) and yields more tokens (known from how
-often such drafts were right so far). A draft token is worth sending if the tokens it promises take less time than
-tokens take on average. With R tokens per second so far, the number of draft tokens is chosen for which (expected tokens
-- R x seconds) is largest (Dinkelbach 1967, on ratios). Expected tokens follow from the survival of each position, not
-from one rate for all. Every row of a batch gets a length of its own (`allocate`).
+often such drafts were right so far). A draft token is worth sending if it takes less time for each token that it
+promises than tokens take on average. With R tokens per second so far, the number of draft tokens is chosen for which
+(expected tokens - R x seconds) is largest (Dinkelbach 1967, on ratios). Expected tokens follow from the survival of
+each position, not from one rate for all. Every row of a batch gets a length of its own (`allocate`).
 
 Drafts never change the text, so the generated text shows how many tokens of a draft would have been accepted, even if
 it was not sent. So lookups learn from every proposal, and while nothing pays only the looking costs time. The cost
 model was measured when the engine was built, with drafts of equal lengths. With a `clock` the drafter also measures the
 present cost of drafts and of looking (`runtime.drafters.meter`).
 
-A draft model is asked for no more tokens than are sent, and while it does not pay, it is asked only now and then. It
-computes the tokens of all rows in the same steps, so it is asked for one length for all rows, of which each row's part
-is sent.
+A draft model is asked for no more tokens than pay, and while none pays, it is asked only now and then. It computes the
+tokens of all rows in the same steps, so it is asked for one length for all rows, of which each row's part is sent.
 
-Tokens that were drawn from a distribution are all sent. Their number may depend on the tokens themselves, and leaving
-some out for that reason would change the generated text. A drafter that has drawn tokens once is from then on asked
-like a draft model, for a length chosen before anything is drawn.
+If a user's drafter draws tokens from a distribution, all of them are sent. Their number may depend on the tokens
+themselves, and leaving some out for that reason would change the distribution of the text. A drafter that has drawn
+tokens once is from then on asked like a draft model, for a length chosen before anything is drawn.
 """
 
 from collections.abc import Callable
@@ -39,28 +38,28 @@ for all tokens.
 """
 
 _PROBE_INTERVAL, _PROBE_SHARE = 16, 0.03
-"""Steps without a draft, after which a draft model is asked for a token to see whether it pays again: at least this
-number, and as many more as are needed for the test to take no larger share of the time than this.
+"""Steps without a draft, after which a draft model is asked for a token to see whether it pays again: at least 16, and
+as many more as are needed for the test to take no larger share of the time than 3 %.
 """
-_LOOK_INTERVAL = 4
-"""Interval of looks while steps gain less, on average, than looking takes: a lookup then looks at every fourth step, or
-so rarely that it takes this share of the time:
+_LOOK_INTERVAL, _LOOK_SHARE, _LONGEST_REST = 4, 0.005, 64
+"""While steps gain too little by looking, a lookup looks at every fourth step, or so rarely that looking takes half a
+percent of the time, but at least at every 64th step.
 """
-_LOOK_SHARE, _LONGEST_REST = 0.005, 64
 _LOOK_S = 20e-6
 """Approximate seconds that a lookup and the counting of its outcomes take for a sequence, used if there is no clock."""
 _LARGE_BATCH, _FIRST_GAIN, _GAIN_MEMORY = 4, 6.0, 0.93
-"""Parameters of the mean gain. At first it is a multiple of the time of looking, so that 16 steps without a gain end
-looking. In large batches, whose steps are compute-bound and seldom pay for drafts, it starts too low for looking to go
-on.
+"""Parameters of the mean gain, which is counted in times of looking. It starts at 6, so that 16 steps without a gain
+end looking. In batches of four or more, whose steps are compute-bound and seldom pay for drafts, it starts too low for
+looking to go on.
 """
 _LEAST_GAIN = 2.0
-"""Mean gain above which looking goes on. It is above 1, the time of looking, because drafts that are chosen for their
+"""Mean gain from which on looking goes on. It is above 1, the time of looking, because drafts that are chosen for their
 promises yield less, and steps with drafts take more time than is measured.
 """
 _RATE_MEMORY = 0.98
 _CAUTION = 0.25
-"""Margin that a lookup's token must gain beyond its own time, in tokens that a step without drafts yields in that time.
+"""Margin by which a lookup's token must gain more than its own time, as a share of the tokens that steps without drafts
+yield in that time.
 """
 _CONTEXT_STEP = 64
 """Contexts are rounded to a multiple of this number, so that the cost model need not be asked anew at every step."""
@@ -73,9 +72,9 @@ def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
 
     A step's cost depends on the number of tokens in all its rows together, not on their rows (`runtime.core.batch`
     folds rows). And a draft token is never more probable than the token before it. So for any number of tokens the most
-    probable ones are the best choice, and these are beginnings of drafts: only one allocation for each number has to be
-    considered. With survivals of (0.9, 0.2) and (0.5, 0.4) and 0.3 for a token, 0.9, 0.5 and 0.4 are worth it: lengths
-    1 and 2.
+    probable tokens are the best choice, and these are beginnings of drafts: only one allocation for each number has to
+    be considered. With survivals of (0.9, 0.2) and (0.5, 0.4) and 0.3 for a token, 0.9, 0.5 and 0.4 are worth it:
+    lengths 1 and 2.
     """
     offers = sorted(((p, -i) for i, row in enumerate(survivals) for p in row), reverse=True)
     best_num, best_value, promised = 0, -costs[0], 0.0
@@ -92,7 +91,7 @@ def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
 
 class AdaptiveDrafter(CompositeDrafter):
     """Drafts of another drafter, cut to the length that pays. With `draft_s`, the cost of drafting, the other drafter
-    is asked for no more tokens than that length.
+    is asked for no more tokens than pay for a row; `at_once` if it drafts all of them in one pass.
 
     `clock` times steps (`runtime.drafters.meter`); without a clock, `iteration_s` gives all prices.
     """
@@ -117,7 +116,7 @@ class AdaptiveDrafter(CompositeDrafter):
         decay.
         """
         self._num_off = 0
-        """Number of steps in a row without a draft, or in which looking gained too little."""
+        """Number of steps in a row in which nothing was drafted, or while looking gains too little."""
         self._mean_gains: dict[int, float] = {}
         """Mean gain of past steps, in multiples of the time of looking, by batch size; it decays."""
         self._meter = Meter(clock) if clock is not None else None
@@ -135,7 +134,7 @@ class AdaptiveDrafter(CompositeDrafter):
             self._meter.see(sequences)
         num_known = sum([knows(self.members[0], sequence) for sequence in sequences])
         rests = self._nothing_pays(prices) or (not num_known and self._rests(prices))
-        if rests and not self._is_asked_for_what_pays:  # who is asked for that decides itself
+        if rests and not self._is_asked_for_what_pays:  # `_propose_what_pays` decides that by itself
             self._num_off += 1
             self._count(len(sequences), prices, 0.0)
             return [Draft([])] * len(sequences)
@@ -197,7 +196,7 @@ class AdaptiveDrafter(CompositeDrafter):
         for sequence, draft in zip(sequences, drafts, strict=True):
             if draft.survivals is not None:
                 continue
-            # What is not known before drafting cannot be chosen by.
+            # A length that is chosen before drafting cannot depend on the match.
             match_len = self._match_len if self._is_asked_for_what_pays else draft.match_len
             self._outcomes.remember(sequence, draft.tokens, match_len)
 
@@ -275,8 +274,8 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._rate(prices) + caution * prices.rate_without
 
     def _rate(self, prices: "_Prices") -> float:
-        """Tokens per second so far. It is the measured multiple of the rate without drafts, since batch and context
-        have changed.
+        """Tokens per second at these prices: the rate without drafts, multiplied by what drafts have gained so far. The
+        rate itself was at other batch sizes and contexts.
         """
         return prices.rate_without * (self._num_tokens / self._num_without if self._num_without else 1.0)
 
@@ -297,9 +296,7 @@ class _Choice:
 
 
 class _Prices:
-    """Costs of a step for a batch size and a mean context length: a row's attention costs more after a
-    longer context.
-    """
+    """Costs of a step for a batch size and a mean context length: attention costs more after a longer context."""
 
     def __init__(
         self,
@@ -314,17 +311,17 @@ class _Prices:
         self._at_once = at_once
         self.batch_size, self.max_draft_len = batch_size, max_draft_len
         self.draft_token_s = draft_s(batch_size, context_len) if draft_s else 0.0
-        # Between whole numbers of tokens in a row prices are on straight lines, so that none is lower there.
+        # Between whole numbers of tokens in a row, prices are on straight lines (`of_drafts`).
         self._by_len = [iteration_s(batch_size, context_len, float(n)) for n in range(max_draft_len + 1)]
         self._seconds = [self._by_len[0]]
         self.rate_without = batch_size / self._seconds[0]
         """Tokens per second without drafts."""
         added = ((seconds - self._by_len[0]) / n for n, seconds in enumerate(self._by_len[1:], 1))
         self.cheapest_s = min(added, default=inf) / batch_size
-        """Seconds of the cheapest draft token."""
+        """Seconds of a draft token, in drafts of the length at which tokens are cheapest."""
 
     def drafting_s(self, num_tokens: int) -> float:
-        """Seconds that a draft model takes to draft `num_tokens` tokens for every row."""
+        """Seconds to draft `num_tokens` tokens for every row; 0 for lookups."""
         return self.draft_token_s * (min(num_tokens, 1) if self._at_once else num_tokens)
 
     def of_drafts(self, most: int) -> list[float]:

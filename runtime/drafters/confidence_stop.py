@@ -25,8 +25,8 @@ _CONTEXT_STEP = 64
 
 
 class ConfidenceStop:
-    """`iteration_s` is the time of an iteration by draft length. `draft_s` is the time to draft one more token of every
-    draft; for a head that drafts `at_once`, the time to draft all of them.
+    """Ends drafts, and learns from their acceptance. `iteration_s` and `draft_s` are as in `AdaptiveDrafter`; with
+    `at_once` the model drafts all tokens in one pass, which takes `draft_s`.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class ConfidenceStop:
         self._least_to_send = self._least_to_go_on = 0.0
 
     def begin(self, sequences: list[Sequence], max_draft_len: int) -> None:
-        """Learn how many tokens of the last drafts were accepted, and set the least probability with which a next token
-        is drafted.
+        """Learn how many tokens of the last drafts were accepted, and set the least probabilities with which a next
+        token is sent and drafting goes on.
         """
         for sequence in sequences:
             self._learn(sequence)
@@ -64,7 +64,7 @@ class ConfidenceStop:
         `sure` is the predicted chance of acceptance, from a head that predicts it itself.
         """
         sure = float(torch.softmax(logits.float(), dim=-1).max()) if sure is None else sure
-        kind = min(int(sure * _NUM_CLASSES), _NUM_CLASSES - 1) if sure > 0 else 0  # NaN is not
+        kind = min(int(sure * _NUM_CLASSES), _NUM_CLASSES - 1) if sure > 0 else 0  # NaN is not above 0
         survives = draft_state.survives * self._share(kind)
         if survives < self._least_to_send:
             draft_state.has_ended = True
@@ -102,5 +102,7 @@ class ConfidenceStop:
 
 
 def _place(sequences: list[Sequence]) -> tuple[int, int]:
-    """Batch size and context length; contexts are rounded, so that costs need not be looked up anew at every step."""
+    """Batch size, and the longest context's length in whole 64 tokens, so that costs need not be looked up anew at
+    every step.
+    """
     return len(sequences), max(len(sequence.tokens) for sequence in sequences) // _CONTEXT_STEP * _CONTEXT_STEP

@@ -10,12 +10,13 @@ from runtime.core.request import Draft, Sequence
 from runtime.drafters.protocol import Drafter, DraftFunction
 from runtime.util.errors import SpecDecError
 
-_NUM_SHOWN = 10  # names of a module
+_NUM_SHOWN = 10
+"""Most names of a module that an error lists."""
 
 
 def load_custom_drafter(module_name: str, factory_name: str) -> "GuardedDrafter":
-    """Call the user's factory. SpecDecError if there is no factory, it fails, or it returns something other than a
-    drafter.
+    """Call the user's factory. SpecDecError if the module cannot be imported, if there is no factory, or if the factory
+    fails or returns something other than a drafter.
     """
     name = f"{module_name}:{factory_name}"
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
@@ -69,8 +70,8 @@ class _FunctionDrafter:
 
 
 class GuardedDrafter:
-    """The user's drafter. Its errors are reported under its name, and it is recorded whether it ever returned
-    probabilities.
+    """The user's drafter. Its errors are reported under its name, SpecDecError for changed tokens of a sequence among
+    them. `has_given_probs` is True once it has returned probabilities.
     """
 
     def __init__(self, name: str, drafter: Drafter) -> None:

@@ -53,8 +53,8 @@ class DraftState:
             self._keep(draft_sequence.sampler.choose(draft_sequence.tokens, logits))
 
     def draft_tokens(self, logits: Tensor) -> None:
-        """Choose or draw tokens from logits [tokens, vocab_size] until the draft ends; all at once if no choice looks
-        back.
+        """Choose or draw tokens from logits [tokens, vocab_size] until the draft ends; all at once if no choice depends
+        on the tokens before it.
         """
         sampler = self.draft_sequence.sampler
         if sampler.looks_back or (self.use_logits and not sampler.is_greedy):
@@ -89,8 +89,8 @@ class DraftState:
 
 
 def begin_draft(sequence: Sequence, max_draft_len: int, *, use_logits: bool) -> DraftState:
-    """A draft by a model that continues from the target's K/V. It is empty unless the last token is the only one that
-    is not computed: the rest of a prompt is computed by the target, once.
+    """The state of a draft by a model that continues from the target's K/V. The draft stays empty while the target has
+    more tokens to compute than the last, such as the rest of a prompt.
 
     Drafts that decide what is sampled begin only after the output's first token. Otherwise a prompt whose K/V are found
     would have a draft there, and the same prompt computed for the first time none, which would give another text.

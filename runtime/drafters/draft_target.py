@@ -6,11 +6,11 @@ takes over the target's tokens: from the first token that differs, the target's 
 `num_computed` falls back to that token. The draft model computes a token once, and its later tokens never depend on a
 rejected one.
 
-The target's own copy, with quantized weights, computes over the target's K/V cache: the last token and its own drafts
-one at a time, and writes their K/V into the slots that follow what the target has computed. The target's step computes
-the same tokens again and overwrites them before it reads. So there is no second cache, no prompt is computed twice,
-and the K/V that the copy attends to are exact up to the last accepted token. No other sequence sees the copy's K/V:
-only tokens below a sequence's own `num_computed` are published or found again.
+The target's own copy, with quantized weights, computes over the target's K/V cache. It computes the last token, then
+its own draft tokens, and writes their K/V into the slots behind the target's. The target's step computes the same
+tokens again and overwrites these slots before it reads them. So there is no second cache, no prompt is computed twice,
+and the K/V that the copy attends to are the target's up to the last token. No other sequence sees the copy's K/V: only
+tokens below a sequence's own `num_computed` are published or found again.
 """
 
 import torch
@@ -31,8 +31,8 @@ class DraftModel:
     """Drafts of a second engine. Their tokens are sampled with the request's own parameters, and a draft ends at an end
     id, the request's budget or the draft length.
 
-    `use_logits` as in `DraftState`. `vocab_size` is the target's; ids that only one of the two models has are not
-    drafted.
+    `use_logits` as in `DraftState`. The drafts have ids below `vocab_size`, the size of the target's vocabulary; ids
+    that only one of the two models has are not drafted.
     """
 
     def __init__(self, engine: Engine, vocab_size: int, *, use_logits: bool) -> None:
@@ -72,11 +72,11 @@ class DraftModel:
             del self._draft_sequences[request_id]
 
     def _end(self, sequences: list[Sequence], draft_states: list[DraftState]) -> None:
-        """Called with the finished drafts; does nothing here."""
+        """Take note of the finished drafts; nothing here."""
 
     def _draft_sequence(self, sequence: Sequence) -> Sequence:
         """The sequence's draft sequence, updated to the sequence's tokens; K/V are kept up to the first token that
-        differs.
+        differs. SpecDecError as in `check_request` for a new request.
         """
         request = sequence.request
         if request.id not in self._draft_sequences:
@@ -92,7 +92,7 @@ class DraftModel:
         return draft_sequence
 
     def _is_ready(self, draft_sequence: Sequence, in_step: list[Sequence]) -> bool:
-        """True if the K/V cache has room for the sequence, and the draft model can read all its tokens.
+        """True if the draft engine's K/V cache has room for the sequence, and the draft model has all its ids.
 
         If the cache is full, requests that are not in this step give their blocks back.
         """

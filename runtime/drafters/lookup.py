@@ -15,8 +15,8 @@ from runtime.core.request import Draft, Sequence
 from runtime.drafters.pool import NgramPool
 
 _NUM_CHARACTERS = 0x110000
-"""Number of characters that tokens may use. Two ids beyond it would share a character: a draft could then be wrong, but
-would still consist of the text's own tokens.
+"""Number of characters that tokens may use. An id beyond it would share the character of a smaller id: a draft could
+then be wrong, but would still be verified.
 """
 MAX_OCCURRENCES = 64
 """Limit on the occurrences that are counted for a pattern (the last ones), so that repetitive text takes no more time.
@@ -63,7 +63,7 @@ class Text:
         return n, end
 
     def ends_before(self, pattern: str, last: int) -> list[int]:
-        """Ends of the pattern's occurrences, from the last one backwards."""
+        """Ends of the pattern's last 64 occurrences, from the occurrence that ends at `last` backwards."""
         ends, size, find = [last], len(pattern), self.characters.rfind
         for _ in range(MAX_OCCURRENCES - 1):
             if (start := find(pattern, 0, ends[-1] - 1)) < 0:
@@ -74,7 +74,7 @@ class Text:
 
 @dataclass
 class History:
-    """A request, and its tokens that have been read."""
+    """A request's sequence, and the text of its tokens that have been read."""
 
     sequence: Sequence
     text: Text = field(default_factory=Text)
@@ -93,8 +93,8 @@ class TextLookup(ABC):
         return [self._look_up(self._read(sequence), max_draft_len) for sequence in sequences]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        """Continuation after the tokens `drafted`, which follow the sequence. These tokens are not added
-        to its text.
+        """Continuation of the sequence followed by the tokens `drafted`, which are not added to its text. Empty for a
+        request that the lookup has not seen.
         """
         if (history := self._histories.get(sequence.request.id)) is None:
             return Draft([])
@@ -127,7 +127,9 @@ def as_characters(tokens: Iterable[int]) -> str:
 
 
 def num_common_before(characters: str, end: int, tail: str, most: int) -> int:
-    """Number of tokens before `end` that equal the last ones of `tail`, at most `most`: by bisection, as slices."""
+    """Number of tokens before `end` that equal the last tokens of `tail`, at most `most`. Bisection compares slices,
+    which is faster than token by token.
+    """
     low, high = 0, min(most, end, len(tail))
     while low < high:
         middle = (low + high + 1) // 2

@@ -32,8 +32,8 @@ _problems: list[str] = []
 
 
 def load_plugins() -> None:
-    """Import the drafters of installed packages into `DRAFTERS`. `tell_problems` warns of drafters that
-    were left out.
+    """Import the drafters of installed packages into `DRAFTERS`. `tell_problems` warns of drafters that were left
+    out.
     """
     for entry in _entry_points():
         module = sys.modules.get(entry.module)
@@ -95,8 +95,8 @@ def _check_class(spec: Any) -> None:
 
 
 def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
-    """SpecDecError unless the class is a complete spec, and none of the `others` has its name, a flag of its own or its
-    algorithm.
+    """SpecDecError unless the class is a complete spec with an allowed name, and none of the `others` has its flags or
+    its algorithm.
     """
     described, abstract = spec.description, sorted(spec.__abstractmethods__)
     if not dataclasses.is_dataclass(spec) or abstract:
@@ -112,8 +112,8 @@ def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> Non
 
 
 def _check_settings(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
-    """SpecDecError for a flag that another drafter has or may get, or for a type that flags or documents do not
-    support.
+    """SpecDecError for a flag that does not begin with the drafter's name and belongs to no other drafter's setting, or
+    for a type that flags or documents do not support.
     """
     start = spec.description.name.replace("-", "_") + "_"
     settings = [one for other in others.values() for one in other.settings().values()]

@@ -46,9 +46,9 @@ def published_for(config: dict[str, Any], name: str) -> list[Published]:
 
 
 def drafters_beside(target: Path, named: Iterable[str]) -> Iterator[tuple[str, DrafterSpec]]:
-    """The named drafters, and the drafters in directories and GGUF files beside the target's, each with its name.
-    Drafters beside the target are heads that were trained for a target of its sizes, and smaller models with its
-    vocabulary.
+    """The named drafters, and up to four drafters in directories and GGUF files beside the target's, each with its
+    name. Drafters beside the target are heads that were trained for a target of its sizes, and models of at most half
+    its bytes whose vocabulary has its size.
     """
     config = read_model_config(target)
     listed = {target.resolve()}

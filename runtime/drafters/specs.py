@@ -81,7 +81,9 @@ class LookupDrafter(DrafterSpec):
     @property
     @abstractmethod
     def pool(self) -> PoolKind:
-        """Finished outputs that it searches too: "owner" for those of a request's owner, "public" for all."""
+        """Finished outputs that it searches too: "private" for none, "owner" for outputs of the request's owner,
+        "public" for all.
+        """
 
     def make_pool(self) -> "NgramPool":
         from runtime.drafters.pool import NgramPool
@@ -90,13 +92,13 @@ class LookupDrafter(DrafterSpec):
 
     @abstractmethod
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
-        """The bare lookup, without automatic lengths. It also searches other requests' outputs if `pool` is given."""
+        """The bare lookup, without automatic lengths. It also searches all requests' outputs if a `pool` is given."""
 
     def open_lookup(
         self, costs: "CostModel | None", clock: "Clock | None" = None, owner_pools: "OwnerPools | None" = None
     ) -> "OpenDrafter":
-        """Open the lookup without an engine. If `costs` are known, its drafts are cut to the length that pays. `clock`
-        as in `AdaptiveDrafter`. `owner_pools` are pools to share with other lookups; None to have its own.
+        """Open the lookup without an engine. If `costs` are known, its drafts are cut to the length that pays, by a
+        `clock` as in `AdaptiveDrafter`. `owner_pools` are shared with other lookups; None to have pools of its own.
         """
         from runtime.drafters.opened import OpenDrafter, adapted
         from runtime.drafters.pools import OwnerPools, PooledLookup
@@ -118,7 +120,7 @@ class NgramDrafter(LookupDrafter):
     """N-gram lookup: drafts the tokens that followed the last tokens at an earlier occurrence
     (`runtime.drafters.ngram`).
 
-    `corpus` is a file that is searched if the text itself and the pool have no match.
+    `corpus` is a file that is searched if the lookup drafts nothing.
     """
 
     description = Description(
@@ -503,8 +505,8 @@ class MtpDrafter(HeadDrafter):
     max_draft_len: ModelLen = 3
 
     def of_target(self, model: str | Path | None) -> "MtpDrafter":
-        """A copy that knows the target. SpecDecError for a model whose config describes an MTP head that its files
-        lack.
+        """A copy whose head is the target's own. SpecDecError for a model without an MTP head, in its config or in its
+        files.
         """
         if self.head is not None or model is None:
             return self
@@ -567,7 +569,7 @@ class GrammarDrafter(DrafterSpec):
         flag="grammar_config",
         form=_FORM_OF_LENGTH,
         algorithm="GRAMMAR",
-        note=" Other drafters have it too.",
+        note=" Other drafters draft these tokens too.",
         is_tuned=False,
     )
 
@@ -664,11 +666,11 @@ class InlineDrafter(DrafterSpec):
         return opening.guarded(guarded_drafter(name, self.drafter), self.max_draft_len)
 
 
-load_plugins()  # here, where all that they import from this module is there
+load_plugins()  # here: the names that packages import from this module are defined above
 
 
 def lookups() -> list[type[LookupDrafter]]:
-    """Names of the drafters that find drafts in earlier tokens, including those of other packages."""
+    """Classes of the drafters that find drafts in earlier tokens, including classes of other packages."""
     return [spec for spec in DRAFTERS.values() if issubclass(spec, LookupDrafter)]
 
 

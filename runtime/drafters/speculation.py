@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Speculation:
     """The drafters, and the way in which draft lengths are chosen. Each sequence gets the draft that promises most.
 
-    Without drafters it is false. `draft_len_mode` None stands for `default_mode`.
+    `bool` of it is False without drafters. `draft_len_mode` None stands for `default_mode`.
     """
 
     drafters: tuple[DrafterSpec, ...] = ()
@@ -53,7 +53,9 @@ class Speculation:
 
     @property
     def lookup(self) -> LookupDrafter | None:
-        """The drafter, if it is the only drafter and a lookup: only a lookup can draft for recorded answers again."""
+        """The drafter, if it is the only drafter and a lookup: only a lookup can draft for recorded answers again. None
+        otherwise.
+        """
         return self.drafters[0] if len(self.drafters) == 1 and isinstance(self.drafters[0], LookupDrafter) else None
 
     @property
@@ -78,17 +80,17 @@ class Speculation:
 
     @property
     def may_draw_by_probs(self) -> bool:
-        """Like `draws_by_probs`, and True also if that is unknown."""
+        """True if drafts affect sampled tokens, or if that is unknown."""
         return any(drafter.may_draw_by_probs for drafter in self.drafters)
 
     @property
     def shares_pool(self) -> bool:
-        """True if a request's drafts may come from other requests' outputs."""
+        """True if a lookup also searches outputs of other requests. Old answers do not count."""
         return any(isinstance(drafter, LookupDrafter) and drafter.pool != "private" for drafter in self.drafters)
 
     @property
     def max_draft_len(self) -> int | None:
-        """Length of the longest drafts, 0 without a drafter; None if a drafter has no bound."""
+        """Length of the longest drafts; 0 without a drafter, and None if a drafter has no bound."""
         known = [drafter.max_draft_len for drafter in self.drafters if drafter.max_draft_len is not None]
         return max(known, default=0) if len(known) == len(self.drafters) else None
 
@@ -116,7 +118,7 @@ class Speculation:
 
     @property
     def lengths_label(self) -> str:
-        """Draft lengths of the drafters, as text."""
+        """The drafters' longest drafts, such as `to 10` or `auto, to 10, 4`; `-` without a drafter."""
         lengths = ", ".join(str(drafter.max_draft_len) for drafter in self.drafters)
         if not lengths:
             return "-"
@@ -163,7 +165,7 @@ class Speculation:
         return "auto" if self and is_leader and not self.draws_by_probs else "fixed"
 
     def _check_has_copy(self, *, has_copy: bool) -> None:
-        """SpecDecError if the target is to draft for itself and the engine has no copy for it."""
+        """SpecDecError if the target is to draft for itself and the engine has no self-draft copy."""
         if not has_copy and self.needs_copy:
             raise SpecDecError(
                 "the engine has no copy of its model that could draft for it",
@@ -182,7 +184,9 @@ class Speculation:
             )
 
     def check_files(self) -> None:
-        """SpecDecError for a model or a corpus that is missing, as far as that shows without torch."""
+        """SpecDecError for a model, a head or a corpus that is missing or unfit, as far as their files show without
+        torch.
+        """
         from runtime.drafters.heads.head_config import check_is_parallel
         from runtime.text.corpus import Corpus
 
@@ -196,11 +200,11 @@ class Speculation:
                 Corpus.open(corpus)
 
     def check_fits(self, build: "BuildConfig | None", *, is_cut: bool = False) -> None:
-        """SpecDecError if the engine was built for shorter drafts, for no drafts, or without the self-draft copy that
-        is needed.
+        """SpecDecError if the engine was built for shorter drafts, for no drafts, or without the self-draft copy or the
+        hidden states that are needed.
 
-        `build` None: the engine is still to be built for these drafts. With `is_cut`, longer drafts are cut instead of
-        refused.
+        `build` None: the engine is still to be built for these drafts, and UsageError if no engine takes drafts of this
+        length. With `is_cut`, drafts longer than the engine's are cut instead of refused.
         """
         wanted = self.max_draft_len
         if (build is None or is_cut) and (wanted or 0) > MAX_DRAFT_LEN:
@@ -240,7 +244,9 @@ def model_drafter(model: str | Path) -> DrafterSpec:
 
 
 def _check_draft_model(model: str | Path) -> None:
-    """SpecDecError unless it can be a draft model. A `Path` is an engine's directory, a string a model."""
+    """SpecDecError unless `model` can be a draft model. A `Path` is an engine's directory; a string names a model or an
+    engine's directory.
+    """
     from runtime.checkpoint.bundle import is_engine_dir, read_bundle
     from runtime.checkpoint.resolve import read_model_config, resolve_model
 

@@ -48,7 +48,7 @@ _SAID_ANYWAY = {
     "disable_padded_drafter_batch": (True, False),
     "parallel_drafting": (True, False),
 }
-"""Keys with the values for which they change no output here."""
+"""Keys that name no flag, each with the values that are accepted."""
 _EXAMPLE = """`{"method": "ngram", "num_speculative_tokens": 5}`"""
 _ALGORITHMS = {spec.description.algorithm: spec for spec in DRAFTERS.values() if spec.description.algorithm}
 _AUTO = "AUTO"

@@ -13,7 +13,8 @@ _PUBLIC_MARGIN = 2
 
 
 class SuffixLookup(TextLookup):
-    """Follows, token by token, the most frequent follower of the longest match; of equally frequent ones, the latest.
+    """Follows, token by token, the most frequent follower of the longest match; of equally frequent followers, the
+    latest.
 
     Matches are searched in the sequence itself, including the draft so far. With a `pool`, the pool's longest pattern
     is followed if it is more than two tokens longer than the sequence's own match, or if the sequence has no match.

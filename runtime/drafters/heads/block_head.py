@@ -25,7 +25,7 @@ from runtime.model.attention import KERNEL, PagedInputs, write_kv
 
 
 class BlockHead(nn.Module):
-    """`model` has the layers, the norm and the rotary embedding, without memory for numbers."""
+    """A DFlash or DSpark head. `model` has its layers, its norm and its rotary embedding, on `meta`."""
 
     uses_kernels = reads_target = False
     attention, first_token, keeps_outputs, drafts_at_once = KERNEL, 0, False, True
@@ -71,8 +71,8 @@ class BlockHead(nn.Module):
         return reduced
 
     def see(self, batch: Batch, states: Tensor, pool: KVPool) -> None:
-        """Write the keys and values of a batch's tokens; `states` [B x Q, state_size] are the target's reduced hidden
-        states.
+        """Write keys and values for a batch's tokens into the pool; `states` [B x Q, state_size] are the target's
+        reduced hidden states of these tokens.
         """
         cos, sin = self.rotary_emb(states[None], batch.positions.reshape(1, -1))
         paged = _pages(batch, pool, batch.positions)
@@ -105,7 +105,9 @@ class BlockHead(nn.Module):
         return among_all(self.lm_head(outputs), self.draft_ids, self.config.vocab_size)
 
     def behind(self, logits: Tensor, outputs: Tensor, last_ids: Tensor) -> Tensor:
-        """Add to these logits the term that depends on the tokens before, `last_ids` [tokens]."""
+        """Logits with the term added that depends on the token before each, `last_ids` [tokens]; unchanged for a head
+        without this term.
+        """
         if not self.block.markov_rank:
             return logits
         before = self.markov_w1(last_ids)
@@ -114,7 +116,7 @@ class BlockHead(nn.Module):
         return logits + among_all(self.markov_w2(before), self.draft_ids, self.config.vocab_size)
 
     def confidences(self, outputs: Tensor, last_ids: Tensor) -> list[float] | None:
-        """Predicted chance that each next token is accepted; None if the head predicts none."""
+        """Predicted chances that the next tokens are accepted; None if the head predicts no chances."""
         if self.block.confidence == "none":
             return None
         features = [outputs] if self.block.confidence == "hidden" else [outputs, self.markov_w1(last_ids)]
@@ -123,8 +125,8 @@ class BlockHead(nn.Module):
 
 
 def num_slots(block: BlockConfig, num_drafts: int, room: int) -> int:
-    """Number of slots in a block for `num_drafts` draft tokens; `room` is the sequence's room for the draft and the
-    last token.
+    """Number of slots in a block for `num_drafts` draft tokens; `room` is the number of free slots in the sequence's
+    pages from the last token on.
     """
     assert block.size is not None
     wanted = block.size if not block.is_cut else num_drafts + (not block.starts_at_anchor)

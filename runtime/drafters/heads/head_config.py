@@ -47,7 +47,9 @@ class BlockConfig:
     """Config of a head that drafts several tokens in one pass: the sequence's last token, then mask tokens."""
 
     size: int | None
-    """Slots that the head was trained for, the last token's included; None for P-EAGLE, whose config has no number."""
+    """Number of slots that the head was trained for, the last token's included; None for P-EAGLE, whose config does not
+    state it.
+    """
     mask_token_id: int
     starts_at_anchor: bool
     """True if the last token's slot drafts the next token, and False if the first mask does."""
@@ -59,8 +61,8 @@ class BlockConfig:
 
     @property
     def is_cut(self) -> bool:
-        """True if a draft of fewer tokens is computed as a shorter block. DSpark's blocks always have their trained
-        length: shorter ones give garbled output (vLLM's `SpeculativeConfig`).
+        """True if a draft of fewer tokens is computed as a shorter block. Blocks with a `markov` term always have their
+        trained length: shorter blocks give garbled output (vLLM's `SpeculativeConfig`).
         """
         return self.markov == "none"
 
@@ -88,10 +90,12 @@ class HeadConfig:
     hidden_states: tuple[int, ...] | None
     """Numbers of the hidden states that it reads; None if they depend on the number of the target's layers."""
     flags: frozenset[str] = frozenset()
-    """Flags of `_FLAGS` that are on. An assistant may have `centroids`, by which it chooses ids."""
+    """Flags of `_FLAGS` that are on. An assistant may have `centroids`, by which it chooses ids, and a block head
+    `target_output`, if it uses the target's output layer.
+    """
     logit_scale: float = 1.0
     max_draft_len: int | None = None
-    """Number of tokens that its config proposes to draft."""
+    """Number of tokens that its config proposes to draft; None if it proposes none."""
     block: BlockConfig | None = None
     num_target_layers: int | None = None
     """Number of the target's layers, if the head's config states it."""
@@ -159,13 +163,14 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class DraftOutputSettings:
-    """Requested output layer for a trained head and a self-draft copy; None for the model's own."""
+    """Requested ids and number formats for a trained head and a self-draft copy; None for the model's own."""
 
     vocab: str | None = None
     """Ids that may be drafted: `auto`, or a file of ids, traces or a corpus."""
     vocab_size: int | None = None
     """Number of ids that may be drafted."""
     qformat: IntFormat | None = None
+    """Quantization of the output layer."""
     layers: IntFormat | None = None
     """Quantization of the head's other linear layers."""
 
@@ -178,7 +183,7 @@ class DraftOutputSettings:
         return DraftOutput(self.qformat, len(ids) or None, self.layers)
 
     def check(self, heads: "Seq[HeadConfig]", *, has_copy: bool) -> None:
-        """UsageError if no drafter uses such an output layer; SpecDecError for a file that cannot be read."""
+        """UsageError if no drafter can use these settings; SpecDecError for a vocabulary's file that cannot be read."""
         for name, value in (("draft_vocab", self.vocab), ("draft_output_layer", self.qformat)):
             if value is not None and not heads and not has_copy:
                 raise UsageError(
@@ -258,7 +263,7 @@ def is_parallel_model(model: Path | str) -> bool:
 
 
 def check_is_parallel(model: Path | str) -> None:
-    """SpecDecError unless this model, or this engine, can be a parallel draft model by its config.json."""
+    """SpecDecError unless this model, or this engine, has PARD's mask token in its config.json."""
     config_file = Path(model).expanduser() / "config.json"
     config = read_json(config_file) if config_file.is_file() else read_model_config(resolve_model(str(model)))
     pretrained = config.get("pretrained_config", config)
@@ -267,8 +272,8 @@ def check_is_parallel(model: Path | str) -> None:
 
 
 def read_pard_mask(config: dict[str, Any], vocab_size: int, directory: Path | str) -> int:
-    """Id of PARD's mask token by a draft model's `pretrained_config`. SpecDecError if the config has none, or one
-    outside of the vocabulary.
+    """Id of PARD's mask token by a draft model's `pretrained_config`. SpecDecError if the config has no id, or an id
+    outside the vocabulary.
     """
     found = _pard_mask(config)
     if found is None:
@@ -296,7 +301,7 @@ def _pard_mask(config: dict[str, Any]) -> Any:
 
 
 def is_head(directory: Path | str) -> bool:
-    """True for a directory with the config of a trained drafter, also of an unsupported kind."""
+    """True for a directory with the config of a trained drafter alone, also of an unsupported kind."""
     return kind_of_head(directory) is not None
 
 
@@ -327,7 +332,7 @@ def has_mtp_head(model: Path | str) -> bool:
 
 
 def _names_in(directory: Path) -> Iterable[str]:
-    """Names of a model's weights."""
+    """Names of a model's weights; none if the file cannot be read."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not single.is_file():
         names: dict[str, str] = read_json(index).get("weight_map") or {}
@@ -441,7 +446,7 @@ def _common_fields(config: dict[str, Any], layers: dict[str, Any], where: str) -
 
 
 def _parallel_block(config: dict[str, Any], vocab_size: int, where: str) -> BlockConfig | None:
-    """P-EAGLE's mask token, with which EAGLE-3 drafts all tokens in one pass; None for plain EAGLE-3."""
+    """Block with P-EAGLE's mask token, by which an EAGLE-3 head drafts all tokens in one pass; None for other heads."""
     is_parallel = config.get("speculators_model_type") == "peagle" or config.get("parallel_drafting") is True
     if not is_parallel and not any(key in config for key in ("pard_token", "ptd_token_id")):
         return None
@@ -534,7 +539,9 @@ def _block_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tu
 
 
 def _state_ids(record: dict[str, Any], key: str, after: int, where: str) -> tuple[int, ...]:
-    """Numbers of hidden states from a list of layers: of their inputs (`after` 0) or outputs (`after` 1)."""
+    """Numbers of hidden states from a list of layers: the inputs of these layers (`after` 0), or their outputs (`after`
+    1). Layer 5's input is hidden state 5, its output 6.
+    """
     ids = record.get(key)
     if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
         raise _damaged(f"`{where}: {key}` is not a list of layers: {shown(ids)}")
@@ -598,7 +605,7 @@ def _eagle3_states(config: dict[str, Any], own: dict[str, Any], where: str) -> t
     """Hidden states that an EAGLE-3 head reads. `speculators` numbers the inputs of layers, as transformers'
     `hidden_states`; SpecForge and NVIDIA number the outputs.
 
-    SafeAILab's configs do not state them: these heads read the inputs of layers 2, L // 2 and L - 3.
+    None for SafeAILab's configs, which do not state them: these heads read the inputs of layers 2, L // 2 and L - 3.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     for record, after in ((config, 0), (own, 1)):
@@ -632,7 +639,7 @@ def _scale(config: dict[str, Any], where: str) -> float:
 
 
 def _proposed_len(config: dict[str, Any]) -> int | None:
-    """Draft length of a `speculators` config's first proposal."""
+    """Draft length of a `speculators` config's first proposal; None if there is no proposal."""
     try:
         length = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     except (KeyError, IndexError, TypeError):
@@ -641,7 +648,9 @@ def _proposed_len(config: dict[str, Any]) -> int | None:
 
 
 def states_of_heads(heads: Seq[HeadConfig], pretrained_config: dict[str, Any]) -> tuple[int, ...]:
-    """The hidden states that a target's step must return for these heads. SpecDecError if heads read different ones."""
+    """The hidden states that a target's step must return for these heads. SpecDecError if two heads read different
+    hidden states, or if the target lacks a layer.
+    """
     wanted = {head.hidden_states_of(num_layers_of(pretrained_config)) for head in heads}
     if len(wanted) > 1:
         raise SpecDecError(f"heads read different hidden states of one target: {sorted(wanted)}", hint="give one head")
@@ -656,7 +665,7 @@ def hidden_states_for(heads: Seq[HeadConfig], model: str) -> tuple[int, ...]:
         return ()
     config = read_model_config(resolve_model(model))
     text = language_model(config)
-    if "hidden_size" in text and "vocab_size" in text:  # of others an engine's config says it
+    if "hidden_size" in text and "vocab_size" in text:  # other configs are checked by the engine's (`open_head`)
         for head in heads:
             head.check_target(config, text["vocab_size"])
     return states_of_heads(heads, config)
@@ -668,7 +677,7 @@ def check_weights(
     found: Mapping[str, Seq[int]],
     name_in_file: Callable[[str], str] = str,
 ) -> None:
-    """SpecDecError unless `found` has the `wanted` weights, by name and shape."""
+    """SpecDecError unless `found` has the `wanted` weights, by name and shape, and no further layers."""
     if missing := sorted(wanted.keys() - found.keys()):
         raise lacks_weights(config, [name_in_file(name) for name in missing])
     layers = sorted(name for name in found.keys() - wanted.keys() if name.startswith("layers."))

@@ -53,7 +53,7 @@ class PackedQuantized(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for the CPU's kernel. `known` has weights of the target's step: an equal weight is shared."""
+    """A linear layer for the CPU's kernel. `known` has packed weights of the target's step; an equal one is shared."""
 
     packed: Tensor
 
@@ -87,7 +87,7 @@ class FusedNorm(nn.Module):
 
 
 def _fused_norm(norm: nn.Module) -> FusedNorm | None:
-    """Fused form of an RMSNorm with weight w or 1 + w; None for other modules."""
+    """Fused form of an RMSNorm, whose scale is its weight w or 1 + w; None for other modules."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not type(norm).__name__.endswith("RMSNorm") or weight is None or eps is None:
@@ -123,12 +123,13 @@ class Head(Protocol):
     """True if the CPU's kernels compute the head: `hide_first` is for such heads."""
 
     reads_target: bool
-    """True if it has no keys and values of its own, and reads the target's, at the position of a sequence's last token.
+    """True if it has no keys and values of its own, and reads the target's, from the position of a sequence's last
+    token.
     """
 
     config: HeadConfig
     attention: str
-    """Name of the attention that kernels compute for it."""
+    """transformers' name of the attention that its layers call if kernels compute them."""
 
     first_token: int
     """The first token of a sequence for which it has keys and values."""
@@ -152,17 +153,16 @@ class Head(Protocol):
     def kv_layers(self) -> tuple[LayerShape, ...]: ...
 
     def reduce(self, states: Tensor) -> Tensor:
-        """The part of a token's hidden states that is kept: the first numbers of a state. The head's own output follows
-        them in a state.
+        """What is kept of tokens' hidden states [tokens, width]. It is as wide as a state, or is the beginning of a
+        state, behind which the head's own outputs are kept.
         """
         ...
 
     def to(self, device: torch.device) -> "Head": ...
 
     def __call__(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
-        """Outputs [B x Q, state_size] of the batch's tokens; `states`, of the same shape, belong to the tokens before.
-
-        The tokens are the last tokens of drafts (`num_drafted`), or tokens of the sequences.
+        """Outputs [B x Q, state_size] for the batch's tokens; `states`, of the same shape, belong to the tokens before
+        these. `num_drafted` is the number of draft tokens that the sequences end with.
         """
         ...
 
@@ -235,8 +235,8 @@ class EagleHead(PagedHead):
         return paged_pairs(batch, pool, tuple(range(len(pool.keys))))
 
     def outputs(self, ids: Tensor, states: Tensor, attention: dict[str, Any]) -> Tensor:
-        """Outputs [B, T, hidden] from tokens [B, T] and the states before them; `attention` is passed on to the
-        layers.
+        """Outputs [B, T, hidden] from tokens [B, T] and the states [B, T, hidden] before them; `attention` is passed on
+        to the layers.
         """
         first = self.layers[0]
         normed = first.hidden_norm(states)
@@ -267,8 +267,8 @@ class EagleHead(PagedHead):
 
 
 def output_tensor(config: HeadConfig) -> SourceTensor:
-    """The weight [rows, hidden] of the head's output layer, as in its files; for an MTP head, of the model's output
-    layer.
+    """The weight [rows, hidden] of the head's output layer, as in its files; of an MTP head, it is the model's output
+    layer. SpecDecError if the head has no output layer of its own, or a quantized layer.
     """
     entries = read_tensors(config.directory)
     named = {_own_name(one.name): one for one in entries}
@@ -286,8 +286,8 @@ def output_tensor(config: HeadConfig) -> SourceTensor:
 
 
 def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None) -> None:
-    """Have a head with all ids draft only `ids` [n], or replace any head's output layer by a quantized one with these
-    rows.
+    """Have a head with all ids draft only `ids` [n], or replace any head's output layer by the `quantized` layer, which
+    has a row for each id that may be drafted. Heads with centroids stay as they are.
     """
     if (ids is None and quantized is None) or "centroids" in head.config.flags:
         return
@@ -311,7 +311,7 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
 
 
 def quantizable_layers(head: Head) -> dict[str, nn.Linear]:
-    """A head's linear layers, except those that compute logits, router scores or weights of a sum."""
+    """A head's linear layers by name, except layers that compute logits, router scores or weights of a sum."""
     parts = cast(nn.Module, head)
     output = head.step.model.get_output_embeddings() if isinstance(head, MtpHead | ChainedMtp) else None  # type: ignore[no-untyped-call]
     linear = {name: one for name, one in parts.named_modules() if type(one) is nn.Linear and one is not output}
@@ -333,7 +333,8 @@ def load_head(
     config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, target_output: Tensor | None = None
 ) -> Head:
     """Load the head on the CPU. `target_embedding` and `target_output`, both [vocab, hidden], are for heads without
-    their own. SpecDecError if weights are missing, or do not have the shapes that its config states.
+    embeddings or an output layer of their own. SpecDecError if weights are missing, or do not have the shapes that the
+    head's config states.
     """
     with torch.no_grad():
         load: Any = {"mtp": load_mtp, "assistant": load_assistant}.get(config.kind)
@@ -377,7 +378,7 @@ def _own_name(name: str) -> str:
 
 
 def _name_in_files(in_files: Collection[str], name: str) -> str:
-    """Name of one of EAGLE-3's weights in files that use these names (the inverse of `_own_name`)."""
+    """Name of an EAGLE-3 head's weight in files that have the names `in_files` (the inverse of `_own_name`)."""
     if name.startswith("layers.0.") and any("midlayer." in one for one in in_files):
         name = f"midlayer.{name.removeprefix('layers.0.')}"
     is_inside = name != "lm_head.weight" and any(one.startswith("model.") for one in in_files)
@@ -402,7 +403,9 @@ def _embedding(config: HeadConfig, own: Tensor | None, target: Tensor | None) ->
 
 
 def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
-    """The target's id for each of the head's ids: `d2t` holds the difference between the two."""
+    """The target's id for each of the head's ids [draft_vocab_size], from `d2t`, which holds the difference between the
+    two; None for a head that drafts all ids. SpecDecError if `d2t` is missing, malformed, or names an id twice.
+    """
     size = config.draft_vocab_size
     if offsets is None:
         if size == config.vocab_size:
@@ -431,7 +434,9 @@ def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
 
 
 def _layers_of(config: HeadConfig) -> Any:
-    """A model on `meta` from which the layers, the norm and the rotary embedding are taken."""
+    """A model from which the layers, the norm and the rotary embedding are taken; it is made on the current device,
+    `meta`. SpecDecError if transformers cannot make it, or if its layers are of another form.
+    """
     settings = {key: value for key, value in config.layers.items() if key not in ("model_type", "architectures")}
     try:
         pretrained = AutoConfig.for_model(str(config.layers["model_type"]), **settings)

@@ -39,8 +39,8 @@ class QuantizedLayers:
 def write_quantized(
     config: HeadConfig, wanted: DraftOutput, ids: Tensor | None, load: Callable[[], Head], engine_dir: Path
 ) -> None:
-    """Quantize a head's layers into an engine's directory: its output layer (rows `ids` [n], if given), and the layers
-    of the loaded head.
+    """Quantize the `wanted` layers of a head into an engine's directory: its output layer (rows `ids` [n], if given),
+    and the linear layers of the head that `load` returns.
     """
     made = dict[str, QuantizedWeight]()
     if wanted.qformat is not None:
@@ -101,6 +101,6 @@ def _name(entry: SourceTensor) -> str:
 
 
 def _prefix(config: HeadConfig) -> str:
-    """Prefix of the names of a head's layers."""
+    """Prefix of the names of a head's layers: a digest of its files."""
     files = {one.file for one in read_tensors(config.directory)}
     return f"{digest([file_digest(file) for file in sorted(files)])}."

@@ -48,7 +48,9 @@ HEAD = "specdec_head"
 def head_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """A head's attention over its pages, by the kernel (`runtime.model.attention`)."""
+    """A head's attention over its pages, by the kernel (`runtime.model.attention`). Queries and keys are
+    [1, heads, tokens, dim].
+    """
     if kwargs.get("scaling") is None:
         kwargs["scaling"] = query.shape[-1] ** -0.5
     paged: PagedPairs = kwargs["paged"]
@@ -66,18 +68,19 @@ AttentionInterface.register(HEAD, head_attention)
 
 
 def hide_first(pool: KVPool, block: int) -> None:
-    """Give the first token of a sequence that begins in this block a key that no query sees."""
+    """Write a key that no query sees for the first token of a sequence that begins in this block."""
     for keys, values in zip(pool.keys, pool.values, strict=True):
         keys[block, :, :, 0], values[block, :, 0] = 0, 0
         keys[block, :, -_EXTRA, 0] = _NOT_SEEN
 
 
 def for_kernels(shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+    """These layers with room for the further numbers of keys (`PagedPairs`)."""
     return tuple(replace(one, key_head_dim=one.key_head_dim + _EXTRA) for one in shapes)
 
 
 def paged_pairs(batch: Batch, pool: KVPool, layers: tuple[int, ...], depth: int = 0) -> PagedPairs:
-    """Inputs of attention for a head's `layers`; `depth` is its number among heads with equally many layers."""
+    """Inputs of attention for a head's `layers`; `depth` is its number among heads with equally many layers, from 0."""
     own = slice(depth * len(layers), (depth + 1) * len(layers))
     return PagedPairs(
         pool.keys[own],
@@ -123,21 +126,23 @@ class HeadProgram:
     """A head's pass as a token program."""
 
     def __init__(self, head_pass: "_Pass", step: TokenStep) -> None:
-        self._pass = head_pass  # whose weights it reads
+        self._pass = head_pass  # keeps the weights alive that the step reads
         self._step: Any = torch.classes.specdec.CutStep()
         for call in step.cut.calls:
             places = [call.inputs, call.outputs]
             add_program(self._step, step.codes[call.program], dict(call.weights()), places)
 
     def __call__(self, batch: Batch, states: Tensor, paged: PagedInputs) -> Tensor:
-        """Outputs [B x Q, state_size], from states of the same shape."""
-        own = states[:, : self._pass.width].contiguous()  # an assistant's output for logits lies behind them
+        """Outputs [B x Q, state_size] from states [B x Q, state_size or more]."""
+        own = states[:, : self._pass.width].contiguous()  # an assistant's state for logits lies behind
         outputs: Tensor = self._step.run(_tensors(batch, own, paged))[0]
         return outputs
 
 
 def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> None:
-    """Compile the passes of a head that uses kernels over this pool into programs, if programs have its operations."""
+    """Compile the passes of a head that uses kernels over this pool into programs, if programs have all its
+    operations.
+    """
     for part in head.modules():
         if isinstance(part, PagedHead):
             part.program = _program_of(part, pool, dtype, arithmetic)
