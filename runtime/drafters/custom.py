@@ -33,7 +33,7 @@ def load_custom_drafter(module_name: str, factory_name: str) -> "GuardedDrafter"
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         shown = ", ".join([*known[:_NUM_SHOWN], *(["…"] if len(known) > _NUM_SHOWN else [])]) or "nothing"
         raise SpecDecError(
-            f"the drafter is neither a function nor an object that drafts: {name}", hint=f"the module has: {shown}"
+            f"the module has no function or class of this name to make a drafter: {name}", hint=f"it has: {shown}"
         )
     return guarded_drafter(name, _guarded(name, factory))
 

@@ -118,7 +118,7 @@ class ListForm:
         try:
             values = ast.literal_eval(_JSON_WORD.sub(lambda found: _OF_JSON[found[0].lower()], text.strip()))
             values = [values] if isinstance(values, int) else values
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {self}") from None
         most = len(self.entries)
         if not isinstance(values, list | tuple) or not self.least <= len(values) <= most:

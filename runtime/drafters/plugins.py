@@ -101,8 +101,10 @@ def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> Non
     described, abstract = spec.description, sorted(spec.__abstractmethods__)
     if not dataclasses.is_dataclass(spec) or abstract:
         raise SpecDecError(f"the class {spec.__name__} lacks {', '.join(abstract) or '`@dataclass(frozen=True)`'}")
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", described.name) or described.name in _NOT_NAMES:
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", described.name):
         raise SpecDecError(f"a drafter's name may have small letters, digits and hyphens only: {described.name!r}")
+    if described.name in _NOT_NAMES:
+        raise SpecDecError(f"a drafter's name is a word that stands for something else: {described.name}")
     if spec.is_lookup and not isinstance(described.form, ListForm):
         raise SpecDecError(f"a lookup's `form` must be a `ListForm`: {described.form}")
     algorithms = {other.description.algorithm for other in others.values()} - {None}

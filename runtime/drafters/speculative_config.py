@@ -82,7 +82,7 @@ def flags_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def speculation_of_config(config: Mapping[str, Any], model: str | None) -> Speculation:
     """Drafters for an `LLM` of this model; `model` is None for an engine. UsageError as in `flags_of_config`."""
     if not isinstance(config, Mapping) or not config:
-        raise UsageError(f"speculative_config is no dict with keys: {config!r:.100}", hint=f"{_EXAMPLE} is one")
+        raise UsageError(f"speculative_config is no dict with keys: {config!r:.100}", hint=f"{_EXAMPLE} is an example")
     values = flags_of_config(config)
     algorithm, draft_model = values.pop("spec_decode_algo", None), values.pop("draft_model_dir", None)
     if algorithm == _AUTO:
@@ -135,5 +135,6 @@ def _checked(key: str, value: Any) -> Any:
     is_right = isinstance(value, str) if is_model else isinstance(value, int) and not isinstance(value, bool)
     if not is_right or (not is_model and value < 1):
         wanted = "a model's name or directory" if is_model else "a whole number from 1 up"
-        raise UsageError(f"speculative_config needs {wanted}: {key}: {value!r}", hint=f"{_EXAMPLE} is one")
+        example = f'`"{key}": "demo-draft"`' if is_model else f'`"{key}": 5`'
+        raise UsageError(f"speculative_config needs {wanted}: {key}: {value!r}", hint=f"{example} is an example")
     return value

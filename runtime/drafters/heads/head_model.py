@@ -184,8 +184,8 @@ class EagleHead(PagedHead):
         self.config = config
         self.drafts_at_once = config.block is not None
         self.longest_draft = config.max_draft_len if self.drafts_at_once else None
+        model = _layers_of(config)
         with torch.device("meta"):
-            model = _layers_of(config)
             self.layers, self.norm = model.layers, model.norm
             first, own, size = self.layers[0], config.hidden_size, config.target_hidden_size
             for name in ("q_proj", "k_proj", "v_proj"):
@@ -434,13 +434,13 @@ def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
 
 
 def _layers_of(config: HeadConfig) -> Any:
-    """A model from which the layers, the norm and the rotary embedding are taken; it is made on the current device,
-    `meta`. SpecDecError if transformers cannot make it, or if its layers are of another form.
+    """A model on `meta` from which the layers, the norm and the rotary embedding are taken. SpecDecError if
+    transformers cannot make it, or if its layers are of another form.
     """
     settings = {key: value for key, value in config.layers.items() if key not in ("model_type", "architectures")}
     try:
         pretrained = AutoConfig.for_model(str(config.layers["model_type"]), **settings)
-        with MODEL_INIT_LOCK, quiet_transformers():
+        with torch.device("meta"), MODEL_INIT_LOCK, quiet_transformers():
             model: PreTrainedModel = AutoModel.from_config(pretrained, attn_implementation=PAGED)  # type: ignore[no-untyped-call]
         first: Any = model.layers[0]  # type: ignore[index]
         assert all(hasattr(first, name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
