@@ -101,10 +101,6 @@ class AcceptanceStats:
         """Counts of each request."""
         self._pending = PendingDrafts[_Kind]()
 
-    def __len__(self) -> int:
-        """Number of requests that have counts or drafts here."""
-        return len({*self._own, *self._pending.drafts})
-
     def remember(self, sequence: Sequence, tokens: list[int], match_len: int, source: int = 0) -> None:
         """Remember a draft for the next tokens."""
         if tokens:
@@ -171,9 +167,7 @@ class Leads:
         return number == self._num_right.index(max(self._num_right))
 
     def remember(self, sequence: Sequence, chosen: int, drafts: list[tuple[int, Draft]]) -> None:
-        """Remember the drafts of all lookups in a step, and the chosen lookup. Drafts drawn from a distribution are
-        left out.
-        """
+        """Remember a step's drafts and the lookup that was chosen, unless a draft was drawn from a distribution."""
         if len(drafts) > 1 and all(draft.probs is None for _, draft in drafts):
             for number, draft in drafts:
                 self._pending.remember(sequence, draft.tokens, (number, number == chosen))

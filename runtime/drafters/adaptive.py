@@ -21,7 +21,6 @@ tokens once is from then on asked like a draft model, for a length chosen before
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from math import ceil, inf
 from time import thread_time
 
@@ -33,9 +32,7 @@ from runtime.drafters.protocol import CompositeDrafter, Drafter, knows
 IterationSeconds = Callable[[int, int, float], float]
 """Function (batch size, context length, mean draft length) -> seconds: `CostModel.iteration_s`."""
 DraftSeconds = Callable[[int, int], float]
-"""Function (batch size, context length) -> seconds for one more token of every draft; for a head that drafts at once,
-for all tokens.
-"""
+"""Function (batch size, context length) -> seconds for one more token of every draft, or `at_once` for all."""
 
 _PROBE_INTERVAL, _PROBE_SHARE = 16, 0.03
 """Steps without a draft, after which a draft model is asked for a token to see whether it pays again: at least 16, and
@@ -112,9 +109,7 @@ class AdaptiveDrafter(CompositeDrafter):
         self._match_len = 0 if draft_s is None else MODEL_PRIOR
         self._outcomes = AcceptanceStats(are_cut=draft_s is not None)
         self._num_tokens = self._num_without = 0.0
-        """Expected tokens of the steps so far, and tokens that the same time would have given without drafts; both
-        decay.
-        """
+        """Tokens that past steps should yield, and that their time should yield without drafts; both decay."""
         self._num_off = 0
         """Number of steps in a row in which nothing was drafted, or while looking gains too little."""
         self._mean_gains: dict[int, float] = {}
@@ -122,9 +117,7 @@ class AdaptiveDrafter(CompositeDrafter):
         self._meter = Meter(clock) if clock is not None else None
         self._known_prices: dict[tuple[int, int, int], _Prices] = {}
         self.last_choice: tuple[list[list[float]], list[float]] = [], []
-        """The numbers from which the last lengths were chosen, as `allocate` has them: survivals of each row, and
-        costs.
-        """
+        """Survivals of each row and costs, as `allocate` has them, from which the last lengths were chosen."""
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
@@ -158,23 +151,23 @@ class AdaptiveDrafter(CompositeDrafter):
         if self._is_asked_for_what_pays:
             return drafts
         survivals = [self._survivals(s, d) for s, d in zip(sequences, drafts, strict=True)]
-        choice = self._choose(survivals, prices)
+        lengths, gain_s = self._choose(survivals, prices)
         if self._meter is not None:
             self._meter.looked(sequences, thread_time() - start)
         if any(survivals):  # or there was nothing to send, which says nothing about what pays
             look_s = _LOOK_S if self._meter is None else max(self._meter.look_s, _LOOK_S)
             mean_gain = self._mean_gain(len(sequences)) * _GAIN_MEMORY
-            mean_gain += choice.gain_s / (look_s * len(sequences)) * (1 - _GAIN_MEMORY)
+            mean_gain += gain_s / (look_s * len(sequences)) * (1 - _GAIN_MEMORY)
             self._mean_gains[len(sequences).bit_length()] = mean_gain
             self._num_off = 0 if mean_gain >= _LEAST_GAIN else self._num_off + 1
-        return [draft.cut(length) for draft, length in zip(drafts, choice.lengths, strict=True)]
+        return [draft.cut(length) for draft, length in zip(drafts, lengths, strict=True)]
 
     def _propose_what_pays(self, sequences: list[Sequence], prices: "_Prices") -> list[Draft]:
         """Ask for drafts of a drafter that takes time, if they pay."""
         longest = [min(prices.max_draft_len, sequence.max_draft_len) for sequence in sequences]
         expected = [self._outcomes.survivals(s, self._match_len, n) for s, n in zip(sequences, longest, strict=True)]
         draft_len = self._best_len(expected, prices)
-        lengths = self._choose([row[:draft_len] for row in expected], prices, draft_len).lengths
+        lengths, _ = self._choose([row[:draft_len] for row in expected], prices, draft_len)
         self._num_off = 0 if any(lengths) else self._num_off + 1
         if not any(lengths):
             seconds = prices.of_drafts(prices.batch_size)
@@ -207,9 +200,10 @@ class AdaptiveDrafter(CompositeDrafter):
             return draft.survivals
         return self._outcomes.survivals(sequence, draft.match_len, len(draft.tokens))
 
-    def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> "_Choice":
-        """Choose how many tokens of each draft to send, by `survivals` as in `allocate`, and count the choice. The
-        drafts took `draft_len` steps of a draft model; 0 for lookups.
+    def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> tuple[list[int], float]:
+        """Choose how many tokens of each draft to send, by `survivals` as in `allocate`, and count the choice. Returns
+        the lengths, and the seconds that these drafts are expected to save. The drafts took `draft_len` steps of a
+        draft model; 0 for lookups.
         """
         seconds, rate = self._seconds(prices, sum(map(len, survivals))), self._rate(prices)
         least = self._least_rate(prices)
@@ -218,7 +212,7 @@ class AdaptiveDrafter(CompositeDrafter):
         num_accepted = sum(sum(row[:length]) for row, length in zip(survivals, lengths, strict=True))
         cost_s = seconds[sum(lengths)] - seconds[0] + prices.drafting_s(draft_len)
         self._count(prices.batch_size + num_accepted, prices, cost_s)
-        return _Choice(lengths, num_accepted / rate - cost_s)
+        return lengths, num_accepted / rate - cost_s
 
     def _count(self, num_tokens: float, prices: "_Prices", cost_s: float) -> None:
         """Count a step's tokens, and how much longer it takes than a step without drafts."""
@@ -226,9 +220,7 @@ class AdaptiveDrafter(CompositeDrafter):
         self._num_without = self._num_without * _RATE_MEMORY + prices.batch_size + cost_s * prices.rate_without
 
     def _best_len(self, survivals: list[list[float]], prices: "_Prices") -> int:
-        """Length to ask a draft model for. One length for all rows, because each of its steps computes a token of every
-        row.
-        """
+        """Length to ask a draft model for: one length, because each of its steps computes a token of every row."""
         seconds = self._seconds(prices, sum(map(len, survivals)))
         rate, gains = self._rate(prices), [0.0]
         for n in range(1, max(map(len, survivals)) + 1):
@@ -274,9 +266,7 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._rate(prices) + caution * prices.rate_without
 
     def _rate(self, prices: "_Prices") -> float:
-        """Tokens per second at these prices: the rate without drafts, multiplied by what drafts have gained so far. The
-        rate itself was at other batch sizes and contexts.
-        """
+        """Tokens per second at these prices: the rate without drafts, multiplied by what drafts have gained so far."""
         return prices.rate_without * (self._num_tokens / self._num_without if self._num_without else 1.0)
 
     def _prices_of(self, sequences: list[Sequence], max_draft_len: int) -> "_Prices":
@@ -285,14 +275,6 @@ class AdaptiveDrafter(CompositeDrafter):
         if place not in self._known_prices:
             self._known_prices[place] = _Prices(*place, self._iteration_s, self._draft_s, at_once=self._at_once)
         return self._known_prices[place]
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """Draft lengths, and the seconds that these drafts are expected to save."""
-
-    lengths: list[int]
-    gain_s: float
 
 
 class _Prices:

@@ -117,9 +117,8 @@ def _key_of(answer: Answer) -> _Key:
 
 
 class Answers:
-    """The last answers of all owners, at most `max_tokens` tokens in all: the least recently used are removed first.
-
-    With a `disk` they outlive the process, and answers of other processes are found.
+    """The answers of all owners, at most `max_tokens` tokens in all: the least recently used are removed first. With a
+    `disk` they outlive the process, and answers of other processes are found.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS, disk: AnswerDisk | None = None) -> None:
@@ -188,9 +187,7 @@ class Answers:
 
 @dataclass
 class _Followed:
-    """A request, and how far it has followed an old answer. `lookup` is None if there is no answer to a similar
-    prompt.
-    """
+    """A request, and how far it has followed an old answer; `lookup` is None if no answer was found."""
 
     sequence: Sequence
     marks: Marks
@@ -238,7 +235,7 @@ class AnswerLookup:
         request = sequence.request
         marks = Marks.of(request)
         answer = self.answers.find(request.cache_salt, marks)
-        is_same = answer is not None and (answer.marks.prompt, answer.marks.way) == (marks.prompt, marks.way)
+        is_same = answer is not None and _key_of(answer) == (marks.prompt, marks.way)
         lookup = None if answer is None else PredictionLookup(answer.ids())
         followed = _Followed(sequence, marks, lookup, _SAME if is_same else _LIKE)
         self._followed[request.id] = followed
@@ -262,9 +259,6 @@ class AnswersFirst(CompositeDrafter):
 
     def __init__(self, first: Drafter, others: Drafter) -> None:
         super().__init__([first, others])
-
-    def knows(self, sequence: Sequence) -> bool:
-        return knows(self.members[0], sequence)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         first, others = self.members

@@ -89,9 +89,7 @@ class DraftingModel:
 
 @dataclass(frozen=True)
 class _Found:
-    """A lookup's draft for a sequence, the tokens that a step is expected to yield with it, and the rate: those tokens
-    per second.
-    """
+    """A lookup's draft for a sequence, and what a step is expected to yield with it: tokens, and tokens per second."""
 
     draft: Draft
     expected_tokens: float
@@ -113,8 +111,8 @@ class BestOf(CompositeDrafter):
         iteration_s: Callable[[int, int, float], float],
         vocab_size: int,
     ) -> None:
-        self.models = list(models)
-        super().__init__([*lookups, *(model.drafter for model in self.models)])
+        self.lookups, self.models = list(lookups), list(models)
+        super().__init__([*self.lookups, *(model.drafter for model in self.models)])
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
         self._stats = AcceptanceStats()
         """Counts of the members by number, and of models' drafts that a lookup has lengthened (`_LONGER`)."""
@@ -124,11 +122,6 @@ class BestOf(CompositeDrafter):
         for model in self.models:
             if model.copy is not None:
                 model.copy.ask(self._suggest)
-
-    @property
-    def lookups(self) -> list[Drafter]:
-        """The members before the models."""
-        return self.members[: len(self.members) - len(self.models)]
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         for sequence in sequences:
@@ -175,9 +168,7 @@ class BestOf(CompositeDrafter):
         return best
 
     def _weigh(self, sequence: Sequence, draft: Draft, number: int, batch_size: int) -> _Found:
-        """The draft with the tokens and the rate that it is expected to yield, by how earlier drafts of this lookup
-        with this match length were accepted.
-        """
+        """The draft with what it should yield, by how earlier drafts of this lookup with this match were accepted."""
         self._stats.remember(sequence, draft.tokens, draft.match_len, number)
         survivals = self._stats.survivals(sequence, draft.match_len, len(draft.tokens), number)
         expected_tokens = 1 + sum(survivals)
@@ -230,9 +221,7 @@ class BestOf(CompositeDrafter):
         return draft if best_len == num_drafted else Draft(longer[:best_len])
 
     def _better_model(self, sequence: Sequence, found: _Found, batch_size: int) -> int | None:
-        """The model whose draft yields most tokens per second, if it yields more than the draft that the
-        lookups found.
-        """
+        """The model whose draft yields most tokens per second; None if the lookups' draft yields as many."""
         if not self.models or found.draft.probs is not None:
             return None
         rates = [self._model_rate(i, sequence, batch_size) for i in range(len(self.models))]

@@ -70,14 +70,14 @@ class ConfidenceStop:
             draft_state.has_ended = True
             return
         draft_state.survives = survives
-        draft_state.confidence_stop.append(kind)
+        draft_state.confidence_classes.append(kind)
         draft_state.draft_token(logits)
         draft_state.has_ended |= survives < self._least_to_go_on
 
     def end(self, sequences: list[Sequence], draft_states: list[DraftState], num_steps: int) -> None:
         """Remember the drafts, and count the time of the model's `num_steps` steps and of the target's step."""
         for sequence, draft_state in zip(sequences, draft_states, strict=True):
-            self._pending.remember(sequence, draft_state.tokens, draft_state.confidence_stop)
+            self._pending.remember(sequence, draft_state.tokens, draft_state.confidence_classes)
         place = _place(sequences)
         mean_len = sum(len(draft_state.tokens) for draft_state in draft_states) / len(draft_states)
         num_passes = min(num_steps, 1) if self._at_once else num_steps
@@ -102,7 +102,5 @@ class ConfidenceStop:
 
 
 def _place(sequences: list[Sequence]) -> tuple[int, int]:
-    """Batch size, and the longest context's length in whole 64 tokens, so that costs need not be looked up anew at
-    every step.
-    """
+    """Batch size, and the longest context's length in whole 64 tokens: fewer costs to look up."""
     return len(sequences), max(len(sequence.tokens) for sequence in sequences) // _CONTEXT_STEP * _CONTEXT_STEP

@@ -15,9 +15,7 @@ _NUM_SHOWN = 10
 
 
 def load_custom_drafter(module_name: str, factory_name: str) -> "GuardedDrafter":
-    """Call the user's factory. SpecDecError if the module cannot be imported, if there is no factory, or if the factory
-    fails or returns something other than a drafter.
-    """
+    """Call the user's factory; SpecDecError if it cannot be imported, fails, or returns no drafter."""
     name = f"{module_name}:{factory_name}"
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

@@ -35,16 +35,12 @@ class DraftModel:
     that only one of the two models has are not drafted.
     """
 
-    def __init__(self, engine: Engine, vocab_size: int, *, use_logits: bool) -> None:
-        self.engine = engine
-        self.vocab_size = vocab_size
-        self.use_logits = use_logits
-        self._draft_sequences: dict[int, Sequence] = {}
+    drafts_at_once = False
+    """True if a single pass drafts all tokens of a draft."""
 
-    @property
-    def drafts_at_once(self) -> bool:
-        """True if a single pass drafts all tokens of a draft."""
-        return False
+    def __init__(self, engine: Engine, vocab_size: int, *, use_logits: bool) -> None:
+        self.engine, self.vocab_size, self.use_logits = engine, vocab_size, use_logits
+        self._draft_sequences: dict[int, Sequence] = {}
 
     def check_request(self, request: Request) -> None:
         """SpecDecError if the draft engine cannot follow the request to its end."""
@@ -66,10 +62,9 @@ class DraftModel:
         return [p.draft() for p in draft_states]
 
     def forget(self, request_id: int) -> None:
-        draft_sequence = self._draft_sequences.get(request_id)
+        draft_sequence = self._draft_sequences.pop(request_id, None)
         if draft_sequence is not None:
             self.engine.release(draft_sequence)
-            del self._draft_sequences[request_id]
 
     def _end(self, sequences: list[Sequence], draft_states: list[DraftState]) -> None:
         """Take note of the finished drafts; nothing here."""
@@ -114,13 +109,12 @@ class DraftModel:
 
     def _draft_tokens(self, draft_states: list[DraftState]) -> None:
         """Draft one more token for each sequence."""
-        draft_sequences = [p.draft_sequence for p in draft_states]
+        draft_sequences = [one.draft_sequence for one in draft_states]
         with self.engine.alone():
             for draft_sequence in draft_sequences:
                 self.engine.catch_up(draft_sequence)
             all_logits = self.engine.step([generation_row(one, []) for one in draft_sequences])
-            for draft_state, logits in zip(draft_states, all_logits, strict=True):
-                draft_sequence = draft_state.draft_sequence
+            for draft_state, draft_sequence, logits in zip(draft_states, draft_sequences, all_logits, strict=True):
                 draft_sequence.num_computed = len(draft_sequence.tokens)
                 draft_state.draft_token(with_size(logits[0], self.vocab_size))
 
@@ -135,9 +129,7 @@ _MEMORY = 0.98
 
 
 class SelfDraft:
-    """Drafts of the target's copy, sampled and ended as `DraftModel`'s are. `use_logits` as in `DraftState`. With a
-    `confidence_stop` a draft may end earlier.
-    """
+    """Drafts of the target's copy; fields as in `DraftModel`. With a `confidence_stop` a draft may end earlier."""
 
     def __init__(self, engine: Engine, *, use_logits: bool, confidence_stop: ConfidenceStop | None = None) -> None:
         self.engine = engine
@@ -196,12 +188,9 @@ class SelfDraft:
         for draft_state, tokens, logits in zip(draft_states, suggested, all_logits, strict=True):
             for i, row in enumerate(logits):
                 draft_state.draft_sequence.num_computed = len(draft_state.draft_sequence.tokens)
-                self._draft_token(draft_state, row)
+                if self._confidence_stop:
+                    self._confidence_stop.draft_token(draft_state, row)
+                else:
+                    draft_state.draft_token(row)
                 if draft_state.is_done or draft_state.tokens[-1:] != tokens[i : i + 1]:
                     break
-
-    def _draft_token(self, draft_state: DraftState, logits: Tensor) -> None:
-        if self._confidence_stop:
-            self._confidence_stop.draft_token(draft_state, logits)
-        else:
-            draft_state.draft_token(logits)

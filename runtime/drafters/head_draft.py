@@ -7,8 +7,9 @@ The keys and values of drafted tokens are overwritten once the target has decide
 """
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,9 +98,7 @@ class HeadDraft:
             self.confidence_stop.forget(request_id)
 
     def _begin(self, sequence: Sequence, max_draft_len: int) -> DraftState:
-        """The state of a draft that the head can make. It stays empty after a sequence's first token, before which
-        there are no hidden states.
-        """
+        """The state of a draft: empty behind a sequence's first token, before which there are no hidden states."""
         longest = min(max_draft_len, self.head.longest_draft or max_draft_len) if sequence.num_computed else 0
         return begin_draft(sequence, longest, use_logits=self.use_logits)
 
@@ -166,8 +165,9 @@ class HeadDraft:
                 if row.start == 1:
                     hide_first(cache.pool, row.block_table[0])
         if isinstance(head, BlockHead) and is_context:
-            self._see(head, rows, states.flatten(0, 1))
             batch, outputs = None, states.flatten(0, 1)
+            with self._computing():
+                head.see(pack(rows, cache.block_size, self.engine.device), outputs, self.pool)
         else:
             batch, outputs = self._compute(rows, states.flatten(0, 1))
         for row, own, made in zip(rows, num_own, outputs.view(len(rows), longest, -1), strict=True):
@@ -191,13 +191,6 @@ class HeadDraft:
                 into[own : len(row.tokens)] = head.mask_state.to(into.dtype)
         return states
 
-    def _see(self, head: BlockHead, rows: list[Row], states: Tensor) -> None:
-        start = time.perf_counter()
-        batch = pack(rows, self.cache.block_size, self.engine.device)
-        with torch.inference_mode(), self._threads():
-            head.see(batch, states, self.pool)
-        self.time_s += time.perf_counter() - start
-
     def _go_on(self, draft_states: Seq[DraftState], outputs: dict[int, Tensor], num_drafted: int) -> dict[int, Tensor]:
         """The head's outputs for the last tokens of the drafts, computed from its outputs for the tokens before."""
         rows = []
@@ -211,21 +204,14 @@ class HeadDraft:
 
     def _compute(self, rows: list[Row], states: Tensor, num_drafted: int = 0) -> tuple[Batch, Tensor]:
         """Build the batch of the rows, and compute the head's outputs for all its tokens."""
-        start = time.perf_counter()
-        batch = pack(rows, self.cache.block_size, self.engine.device)
-        with torch.inference_mode(), self._threads():
-            outputs = self.head(batch, states, self.pool, num_drafted)
-        self.time_s += time.perf_counter() - start
-        return batch, outputs
+        with self._computing():
+            batch = pack(rows, self.cache.block_size, self.engine.device)
+            return batch, self.head(batch, states, self.pool, num_drafted)
 
     def _logits_at_once(self, outputs: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Logits of all tokens of all drafts, without the part that depends on the token before: one product with the
-        output layer.
-        """
-        start = time.perf_counter()
-        with torch.inference_mode(), self._threads():
+        """Logits of all tokens of all drafts, without the part that depends on the token before, by one product."""
+        with self._computing():
             logits = self.head.logits(torch.cat([*outputs.values()]))
-        self.time_s += time.perf_counter() - start
         return dict(zip(outputs, torch.split(logits, [len(one) for one in outputs.values()]), strict=True))
 
     def _logits(
@@ -234,22 +220,25 @@ class HeadDraft:
         """Logits of each draft's next token, and its chance of acceptance if the head predicts that. If `known` has the
         logits already, only the part that depends on the token before is added.
         """
-        start, stacked = time.perf_counter(), torch.stack(outputs)
         chances: Seq[float | None] | None = None
-        with torch.inference_mode(), self._threads():
+        with self._computing():
+            stacked = torch.stack(outputs)
             logits = torch.stack(known) if known else self.head.logits(stacked, num_drafted)
             if isinstance(self.head, BlockHead):
                 last_ids = torch.tensor([one.draft_sequence.tokens[-1] for one in draft_states], device=stacked.device)
                 logits = self.head.behind(logits, stacked, last_ids)
                 chances = self.head.confidences(stacked, last_ids) if self.confidence_stop else None
-        self.time_s += time.perf_counter() - start
         return logits, chances or [None] * len(outputs)
 
-    def _threads(self) -> AbstractContextManager[None]:
-        """Context for torch code beside the head's kernels, in which torch's short loops wake no threads of their own
-        (`Engine.alone`).
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Context in which the head computes, and its time is counted. Beside the head's kernels, torch's short loops
+        wake no threads of their own (`Engine.alone`).
         """
-        return self.engine.alone() if self.head.uses_kernels else nullcontext()
+        start = time.perf_counter()
+        with torch.inference_mode(), self.engine.alone() if self.head.uses_kernels else nullcontext():
+            yield
+        self.time_s += time.perf_counter() - start
 
 
 def _asked_for(outputs: Tensor, batch: Batch) -> Tensor:
@@ -320,9 +309,7 @@ def _set_output(engine: Engine, head: Head) -> None:
 
 
 def embedding_of(engine: Engine) -> Tensor | None:
-    """The target's embeddings [vocab, hidden], not copied. None if a packaged engine has no tensor of this shape, such
-    as if they are quantized, or several.
-    """
+    """The target's embeddings [vocab, hidden], not copied; None if a packaged engine has no such tensor, or two."""
     step, config = engine.target_step, engine.config
     if not isinstance(step, PackagedStep):
         weight: Tensor = step.model.get_input_embeddings().weight

@@ -36,14 +36,6 @@ class Entry:
     field: str | None = None
     kind: Literal["count", "devices", "bool"] = "devices"
 
-    @property
-    def is_required(self) -> bool:
-        return self.kind == "count"
-
-    @property
-    def default(self) -> bool | None:
-        return False if self.kind == "bool" else None
-
     def parse(self, value: Any, flag: str, form: str) -> Any:
         """The entry's value; UsageError for a value of another kind, or for a draft of more than `MAX_DRAFT_LEN`."""
         match self.kind:
@@ -77,24 +69,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class ListForm:
-    """TensorRT-LLM's way to choose a drafter (V1): a list such as `[10,2,[0]]`, with or without brackets.
-
-    Entries left out at the end have their defaults.
+    """TensorRT-LLM's way to choose a drafter (V1): a list such as `[10,2,[0]]`, with or without brackets. Entries left
+    out at the end have their defaults.
     """
 
     entries: tuple[Entry, ...]
     examples: tuple[str, ...]
     metavar: ClassVar[str] = "LIST"
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the settings in the list."""
-        return tuple(entry.field for entry in self.entries if entry.field is not None)
-
-    @property
-    def least(self) -> int:
-        """Number of entries that cannot be left out."""
-        return sum(entry.is_required for entry in self.entries)
 
     @property
     def names(self) -> str:
@@ -120,12 +101,10 @@ class ListForm:
             values = [values] if isinstance(values, int) else values
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {self}") from None
-        most = len(self.entries)
-        if not isinstance(values, list | tuple) or not self.least <= len(values) <= most:
-            raise UsageError(
-                f"`{flag}` does not have {self.least} to {most} entries: {text}", hint=f"its form is {self}"
-            )
-        given = [*values, *(entry.default for entry in self.entries[len(values) :])]
+        least, most = sum(entry.kind == "count" for entry in self.entries), len(self.entries)
+        if not isinstance(values, list | tuple) or not least <= len(values) <= most:
+            raise UsageError(f"`{flag}` does not have {least} to {most} entries: {text}", hint=f"its form is {self}")
+        given = [*values, *(False if entry.kind == "bool" else None for entry in self.entries[len(values) :])]
         parsed = [entry.parse(value, flag, str(self)) for entry, value in zip(self.entries, given, strict=True)]
         fields = {entry.field: value for entry, value in zip(self.entries, parsed, strict=True) if entry.field}
         devices = next(value for entry, value in zip(self.entries, parsed, strict=True) if entry.field is None)

@@ -37,18 +37,9 @@ class Text:
         """Append the sequence's new tokens."""
         self.characters += as_characters(sequence.tokens[len(self.characters) :])
 
-    def find(self, tail: str, most: int) -> tuple[int, list[int]]:
-        """(n, ends): length of the longest suffix of `tail` that occurs here, at most `most`, and the ends of its
-        occurrences, last first.
-
-        (0, []) if no suffix occurs.
-        """
-        n, last = self.find_longest(tail, most)
-        return n, self.ends_before(tail[-n:], last) if n else []
-
     def find_longest(self, tail: str, most: int, more_than: int = 0) -> tuple[int, int]:
-        """Like `find`, but only the last occurrence; (more_than, 0) if no suffix of more than `more_than` tokens
-        occurs.
+        """(n, end): length of the longest suffix of `tail` that occurs here, at most `most`, and the end of its last
+        occurrence; (more_than, 0) if no suffix of more than `more_than` tokens occurs.
 
         Each search looks for one token more than the last one found, before the place where that was, so together the
         searches read the text once.
@@ -85,7 +76,7 @@ class TextLookup(ABC):
     into the pool when the request has finished.
     """
 
-    def __init__(self, pool: NgramPool | None) -> None:
+    def __init__(self, pool: NgramPool | None = None) -> None:
         self.pool = pool
         self._histories: dict[int, History] = {}
 
@@ -93,9 +84,7 @@ class TextLookup(ABC):
         return [self._look_up(self._read(sequence), max_draft_len) for sequence in sequences]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        """Continuation of the sequence followed by the tokens `drafted`, which are not added to its text. Empty for a
-        request that the lookup has not seen.
-        """
+        """Continuation behind the tokens `drafted`; empty for a request that the lookup has not seen."""
         if (history := self._histories.get(sequence.request.id)) is None:
             return Draft([])
         new = sequence.tokens[history.text.num_tokens :]
@@ -127,9 +116,7 @@ def as_characters(tokens: Iterable[int]) -> str:
 
 
 def num_common_before(characters: str, end: int, tail: str, most: int) -> int:
-    """Number of tokens before `end` that equal the last tokens of `tail`, at most `most`. Bisection compares slices,
-    which is faster than token by token.
-    """
+    """Number of tokens before `end`, at most `most`, that equal the last tokens of `tail`; by bisection."""
     low, high = 0, min(most, end, len(tail))
     while low < high:
         middle = (low + high + 1) // 2

@@ -57,9 +57,7 @@ class Meter:
         return min(max(slope / max(alone, 1.0), 1 / _MOST), _MOST)
 
     def see(self, sequences: Seq[Sequence]) -> None:
-        """Learn from the time of the step that `sent` began. It is not counted if a sequence is new, whose prompt the
-        step computed.
-        """
+        """Learn from the time of the step that `sent` began, unless it computed the prompt of a new sequence."""
         if not self._ids:
             return
         seconds, ids = self._clock() - self._last, {sequence.request.id for sequence in sequences}
@@ -77,9 +75,7 @@ class Meter:
         self._products = self._products * _MEMORY + beyond * (time - self._mean_time)
 
     def sent(self, sequences: Seq[Sequence], alone_s: float, price_s: float) -> None:
-        """Note that a step with these sequences begins; `alone_s` and `price_s` are its prices without and with their
-        drafts.
-        """
+        """Note that a step with these sequences begins, and its prices without and with their drafts."""
         self._ids = {sequence.request.id for sequence in sequences}
         self._prices = alone_s, price_s
         self._last = self._clock()

@@ -73,9 +73,7 @@ class NgramLookup(TextLookup):
         return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
 
     def _found(self, history: History, tokens: list[int], tail: str, draft_len: int) -> Draft | None:
-        """Continuation of the longest pattern at the end of `tokens` (`tail` has the same tokens as characters); None
-        if no pattern occurs.
-        """
+        """Continuation of the longest pattern at the end of `tokens`, in characters `tail`; None without a pattern."""
         size, last = history.text.find_longest(tail, self.max_matching_ngram_size)
         if size < self.min_matching_ngram_size:
             return None

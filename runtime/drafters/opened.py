@@ -119,18 +119,14 @@ def adapted(
     *,
     at_once: bool = False,
 ) -> Drafter:
-    """The drafter; if step costs are known, with its drafts cut to the length that pays. `draft_s` and `at_once` as in
-    `AdaptiveDrafter`.
-    """
+    """The drafter; if step costs are known, with its drafts cut to the length that pays (`AdaptiveDrafter`)."""
     if costs is None:
         return drafter
     return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock, at_once=at_once)
 
 
 class BoundedDrafter(CompositeDrafter):
-    """A drafter whose drafts have at most `max_draft_len` tokens, whatever the other drafters of a chain, or a server's
-    requests, are allowed.
-    """
+    """A drafter whose drafts are bounded, within a chain or a server that would take longer drafts."""
 
     def __init__(self, drafter: Drafter, max_draft_len: int) -> None:
         super().__init__([drafter])

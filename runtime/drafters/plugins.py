@@ -32,9 +32,7 @@ _problems: list[str] = []
 
 
 def load_plugins() -> None:
-    """Import the drafters of installed packages into `DRAFTERS`. `tell_problems` warns of drafters that were left
-    out.
-    """
+    """Import the drafters of installed packages into `DRAFTERS`; `tell_problems` warns of those left out."""
     for entry in _entry_points():
         module = sys.modules.get(entry.module)
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
@@ -57,9 +55,7 @@ def tell_problems() -> None:
 
 
 def _entry_points() -> "list[EntryPoint]":
-    """The entries of the group, in the order of their names. If no package has any, `importlib.metadata` is not
-    imported.
-    """
+    """The entries of the group, sorted by name; without any, `importlib.metadata` is not imported."""
     if not any(_may_name_drafters(path) for path in _entry_files()):
         return []
     from importlib.metadata import entry_points
@@ -95,9 +91,7 @@ def _check_class(spec: Any) -> None:
 
 
 def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
-    """SpecDecError unless the class is a complete spec with an allowed name, and none of the `others` has its flags or
-    its algorithm.
-    """
+    """SpecDecError for an incomplete class or a bad name, or if one of the `others` has its flags or algorithm."""
     described, abstract = spec.description, sorted(spec.__abstractmethods__)
     if not dataclasses.is_dataclass(spec) or abstract:
         raise SpecDecError(f"the class {spec.__name__} lacks {', '.join(abstract) or '`@dataclass(frozen=True)`'}")
@@ -128,12 +122,9 @@ def _check_settings(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]
             raise SpecDecError(f"a drafter's own flag must begin with `{start}` and belong to no other drafter: {flag}")
     hints = get_type_hints(spec)
     for name in own:
-        if hints[name] != Devices and not all(map(_has_flag, _options(hints[name]))):
+        options = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else (hints[name],)
+        if hints[name] != Devices and not all(map(_has_flag, options)):
             raise SpecDecError(f"the setting `{name}` has a type that no flag can have: {hints[name]}")
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _has_flag(hint: Any) -> bool:

@@ -75,9 +75,7 @@ class Pool:
         return (n, ends) if ends else (0, [])
 
     def continuation(self, ends: list[int], draft_len: int) -> list[int]:
-        """The most frequent token at these places, then the most frequent token after it, and so on, up to the end of
-        an output.
-        """
+        """The most frequent token at these places, then the most frequent token after it, up to an output's end."""
         characters, draft = self._text.characters, list[int]()
         while ends and len(draft) < draft_len:
             best = most_frequent([ord(characters[end]) for end in ends])
@@ -89,9 +87,7 @@ class Pool:
 
 
 class OwnerPools:
-    """The pools of all owners, for the lookups of an engine. An owner's outputs in the `store` are read when the owner
-    asks first.
-    """
+    """The pools of all owners. An owner's outputs in the `store` are read when the owner asks first."""
 
     def __init__(self, store: OutputStore | None = None, max_tokens: int = MOST_TOKENS) -> None:
         self._store, self.max_tokens = store, max_tokens

@@ -33,7 +33,7 @@ class Drafter(Protocol):
 
 
 def check_request(drafter: Drafter | None, request: Request) -> None:
-    """Call the drafter's `check_request`, if it has one; it raises SpecDecError for a request that it cannot serve."""
+    """Call the drafter's `check_request`, if it has one: SpecDecError for a request for which it cannot draft."""
     check = getattr(drafter, "check_request", None)
     if check is not None:
         check(request)
@@ -94,9 +94,7 @@ class CompositeDrafter(ABC):
 
 
 def rank_of_match(draft: Draft) -> tuple[bool, bool, int]:
-    """Rank of a draft among others: first drafts drawn from a distribution, then drafts with tokens, then those with
-    longer matches.
-    """
+    """Rank of a draft: first drafts drawn from a distribution, then drafts with tokens, then longer matches."""
     return draft.probs is not None, bool(draft.tokens), draft.match_len
 
 

@@ -39,10 +39,7 @@ class LeaderFlag:
 
 @dataclass(frozen=True)
 class Setting:
-    """Description of a field besides its type and default, as `Annotated` metadata.
-
-    Flags are written as Python names: `ngram_ranking`.
-    """
+    """Description of a field besides its type and default, as `Annotated` metadata. Flags are Python names."""
 
     help: str = ""
     flag: str | None = None
@@ -165,9 +162,7 @@ class DrafterSpec(ABC):
 
     @property
     def draws_by_probs(self) -> bool:
-        """True if its drafts affect sampled tokens, by rejection sampling. False for a user's own drafter, for which it
-        is unknown.
-        """
+        """True if its drafts affect sampled tokens, by rejection sampling, as far as is known."""
         return bool(getattr(self, "use_logits", False))
 
     @property
@@ -182,9 +177,7 @@ class DrafterSpec(ABC):
 
     @property
     def num_masks(self) -> int | None:
-        """Number of mask tokens behind a sequence, if one pass of the draft model drafts all tokens; None for other
-        drafters.
-        """
+        """Number of mask tokens behind a sequence, if one pass drafts all tokens; None for other drafters."""
         return None
 
     def with_own_devices(self) -> "DrafterSpec":
@@ -193,9 +186,7 @@ class DrafterSpec(ABC):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the drafters that this drafter consists of, in the order in which they are asked: n-gram lookup in a
-        text, then in a corpus.
-        """
+        """Names of its parts in the order in which they are asked: n-gram lookup in a text, then in a corpus."""
         return (self.name,)
 
     def of_target(self, model: str | Path | None) -> "DrafterSpec":
@@ -209,9 +200,7 @@ class DrafterSpec(ABC):
         return self
 
     def read_heads(self) -> "list[HeadConfig]":
-        """Configs of its trained drafters, for which the target's engine must be built. SpecDecError if a head cannot
-        be read.
-        """
+        """Configs of its heads, for which the target's engine must be built; SpecDecError if a head cannot be read."""
         return []
 
     @classmethod
@@ -255,9 +244,7 @@ class DrafterSpec(ABC):
         return {name: setting for name, setting in cls.settings().items() if setting.names_model}
 
     def record(self, device_ids: tuple[int, ...]) -> Any:
-        """The settings as a record for documents, with the target's devices; a text such as `module:factory` for a
-        `TextForm`.
-        """
+        """The settings as a record for documents, with the target's devices; a text for a `TextForm`."""
         form = self.description.form
         if isinstance(form, TextForm):
             return form.write(self, device_ids)

@@ -53,9 +53,7 @@ class Speculation:
 
     @property
     def lookup(self) -> LookupDrafter | None:
-        """The drafter, if it is the only drafter and a lookup: only a lookup can draft for recorded answers again. None
-        otherwise.
-        """
+        """The only drafter, if it is a lookup: only lookups can draft for recorded answers again."""
         return self.drafters[0] if len(self.drafters) == 1 and isinstance(self.drafters[0], LookupDrafter) else None
 
     @property
@@ -73,9 +71,7 @@ class Speculation:
 
     @property
     def draws_by_probs(self) -> bool:
-        """True if drafts affect sampled tokens, by rejection sampling. False for a user's own drafter, for which it is
-        unknown.
-        """
+        """True if drafts affect sampled tokens, by rejection sampling, as far as is known."""
         return any(drafter.draws_by_probs for drafter in self.drafters)
 
     @property
@@ -148,9 +144,7 @@ class Speculation:
         return replace(self, draft_len_mode=draft_len_mode)
 
     def with_length(self, max_draft_len: int) -> "Speculation":
-        """Copy with drafts of at most `max_draft_len` tokens: for the drafters that are models, or for all if
-        none is.
-        """
+        """A copy with drafts of at most this length: for the drafters that are models, or for all if none is."""
         return self.with_drafters(
             replace(drafter, max_draft_len=min(max_draft_len, drafter.max_draft_len or max_draft_len))  # type: ignore[type-var]
             if drafter.is_model or not self.has_model
@@ -164,17 +158,8 @@ class Speculation:
         """
         return "auto" if self and is_leader and not self.draws_by_probs else "fixed"
 
-    def _check_has_copy(self, *, has_copy: bool) -> None:
-        """SpecDecError if the target is to draft for itself and the engine has no self-draft copy."""
-        if not has_copy and self.needs_copy:
-            raise SpecDecError(
-                "the engine has no copy of its model that could draft for it",
-                hint="build it with a copy that drafts",
-                code="no_self_draft",
-            )
-
-    def _check_states(self, build: "BuildConfig") -> None:
-        """SpecDecError for a trained drafter if the engine gives no hidden states."""
+    def _check_parts(self, build: "BuildConfig") -> None:
+        """SpecDecError if the engine lacks the hidden states or the self-draft copy that a drafter needs."""
         if not build.hidden_states and (heads := self.read_heads()):
             raise SpecDecError(
                 f"the engine's step gives no hidden states, which a trained drafter reads: {heads[0].directory}",
@@ -182,11 +167,15 @@ class Speculation:
                 code="no_hidden_states",
                 head=heads[0].directory,
             )
+        if build.self_draft is None and self.needs_copy:
+            raise SpecDecError(
+                "the engine has no copy of its model that could draft for it",
+                hint="build it with a copy that drafts",
+                code="no_self_draft",
+            )
 
     def check_files(self) -> None:
-        """SpecDecError for a model, a head or a corpus that is missing or unfit, as far as their files show without
-        torch.
-        """
+        """SpecDecError for a model, a head or a corpus whose files, read without torch, are missing or unfit."""
         from runtime.drafters.heads.head_config import check_is_parallel
         from runtime.text.corpus import Corpus
 
@@ -212,8 +201,7 @@ class Speculation:
         if build is None:
             return
         engine_max_draft_len = build.max_draft_len
-        self._check_states(build)
-        self._check_has_copy(has_copy=build.self_draft is not None)
+        self._check_parts(build)
         if self and not is_cut and (engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len):
             takes = f"takes drafts of at most {engine_max_draft_len} tokens"
             built = takes if engine_max_draft_len else "was built without drafts"
@@ -236,11 +224,8 @@ def head_drafter(model: str | Path) -> DrafterSpec | None:
 
 
 def model_drafter(model: str | Path) -> DrafterSpec:
-    """The drafter for a model. For a trained head, or a model with one, the head's drafter; otherwise a draft model,
-    which may be a parallel draft model.
-    """
-    parallel = PardDrafter(model) if PardDrafter.reads(model) else None
-    return head_drafter(model) or parallel or DraftTargetDrafter(model)
+    """The drafter for a model: for the head that it is or contains, else for a draft model."""
+    return head_drafter(model) or (PardDrafter if PardDrafter.reads(model) else DraftTargetDrafter)(model)
 
 
 def _check_draft_model(model: str | Path) -> None:

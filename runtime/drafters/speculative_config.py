@@ -14,20 +14,6 @@ from runtime.drafters.speculation import Speculation, head_drafter, model_drafte
 from runtime.util.errors import UsageError
 from runtime.util.words import nearest
 
-_METHODS = {
-    "ngram": "NGRAM",
-    "suffix": "SUFFIX",
-    "answers": "ANSWERS",
-    "draft_model": "DRAFT_TARGET",
-    "draft_target": "DRAFT_TARGET",
-    "drafttarget": "DRAFT_TARGET",
-    "eagle": "EAGLE3",
-    "eagle3": "EAGLE3",
-    "mtp": "MTP",
-    "dflash": "DFLASH",
-    "pard": "PARD",
-    "auto": "AUTO",
-}
 _METHOD_KEYS = ("method", "decoding_type", "algorithm")
 _FLAGS = {
     "num_speculative_tokens": "spec_decode_max_draft_len",
@@ -52,12 +38,12 @@ _SAID_ANYWAY = {
 _EXAMPLE = """`{"method": "ngram", "num_speculative_tokens": 5}`"""
 _ALGORITHMS = {spec.description.algorithm: spec for spec in DRAFTERS.values() if spec.description.algorithm}
 _AUTO = "AUTO"
+_OTHER_WORDS = {"drafttarget": "DRAFT_TARGET", "eagle": "EAGLE3"}
+_METHODS = {algorithm.lower(): algorithm for algorithm in (*_ALGORITHMS, _AUTO)} | {"draft_model": "DRAFT_TARGET"}
 
 
 def flags_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags by their Python names; `spec_decode_algo` chooses the drafter. UsageError for a key that corresponds to no
-    flag.
-    """
+    """Flags by their Python names; `spec_decode_algo` chooses the drafter. UsageError for an unknown key."""
     flags: dict[str, Any] = {}
     for key, value in config.items():
         if key in _METHOD_KEYS:
@@ -86,9 +72,10 @@ def speculation_of_config(config: Mapping[str, Any], model: str | None) -> Specu
     values = flags_of_config(config)
     algorithm, draft_model = values.pop("spec_decode_algo", None), values.pop("draft_model_dir", None)
     if algorithm == _AUTO:
-        lookups = [_made(spec, values, None, model) for spec in DRAFTERS.values() if spec.is_in_auto]
+        specs = [spec for spec in DRAFTERS.values() if spec.is_in_auto]
         trained = model_drafter(draft_model) if draft_model else head_drafter(model) if model else None
-        return Speculation((*lookups, *([] if trained is None else [trained])))
+        specs += [] if trained is None else [type(trained)]
+        return Speculation(tuple(_made(spec, values, draft_model, model) for spec in specs))
     spec = type(model_drafter(draft_model)) if algorithm is None else _ALGORITHMS[algorithm]
     return Speculation((_made(spec, values, draft_model, model),))
 
@@ -119,13 +106,12 @@ def _made(
 
 def _algorithm(method: Any) -> str:
     name = str(method).lower().replace("-", "_")
-    found = _METHODS.get(name) or ("MTP" if name.endswith("_mtp") else name.upper())
-    if found not in (*_ALGORITHMS, _AUTO):
+    found = (_METHODS | _OTHER_WORDS).get(name) or ("MTP" if name.endswith("_mtp") else None)
+    if found is None:
         near = nearest(name, _METHODS)
         raise UsageError(
             f"speculative_config names no method of specdec's: {method}",
-            hint=("" if near is None else f"perhaps `{near}`; ")
-            + f"there are {', '.join(sorted({*_METHODS} - {'drafttarget', 'eagle'}))}",
+            hint=("" if near is None else f"perhaps `{near}`; ") + f"there are {', '.join(sorted(_METHODS))}",
         )
     return found
 

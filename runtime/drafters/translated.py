@@ -50,9 +50,7 @@ class TranslatedDraftModel:
         self._translated: dict[int, _Translated] = {}
 
     def check_request(self, request: Request) -> None:
-        """SpecDecError if the draft engine has no room for the prompt. Drafts end when the engine has no more room for
-        the output.
-        """
+        """SpecDecError if the draft engine has no room for the prompt; without room for the output drafts end."""
         prompt = self._begin(request).draft.tokens
         self.model.check_request(replace(request.with_prompt(request.id, prompt), max_new_tokens=1))
 
@@ -119,9 +117,7 @@ class TranslatedDraftModel:
         return _Written([*kept.tokens, *tokens], [*kept.ends, *ends])
 
     def _in_own_tokens(self, one: _Translated, drafted: list[int]) -> list[int]:
-        """The drafted text in the target's tokens, after the sequence's tokens; empty if the target has no tokens for
-        it.
-        """
+        """The drafted text in the target's tokens; empty if the target has no tokens for it."""
         texts = texts_after(self.draft_tokenizer, one.draft.tokens)
         added = "".join(map(texts.add, drafted))
         if not added:

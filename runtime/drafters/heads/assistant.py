@@ -72,9 +72,6 @@ class AssistantHead(PagedHead):
     def kv_layers(self) -> tuple[LayerShape, ...]:
         return ()
 
-    def reduce(self, states: Tensor) -> Tensor:
-        return states
-
     def read_layers_of(self, target: EngineConfig) -> None:
         """Choose the target's layers whose keys and values are read: the last layer of each kind that stores them.
         SpecDecError if its keys do not fit the assistant's queries.

@@ -20,6 +20,7 @@ from runtime.checkpoint.config import LayerShape
 from runtime.core.batch import Batch
 from runtime.core.kv_cache import KVPool
 from runtime.drafters.heads.head_config import BlockConfig, HeadConfig
+from runtime.drafters.heads.paged_head import kv_shapes
 from runtime.engine.draft_vocab import among_all
 from runtime.model.attention import KERNEL, PagedInputs, write_kv
 
@@ -60,11 +61,7 @@ class BlockHead(nn.Module):
 
     @property
     def kv_layers(self) -> tuple[LayerShape, ...]:
-        shapes = []
-        for i, layer in enumerate(self.layers):
-            attention, dim = layer.self_attn, layer.self_attn.head_dim
-            shapes.append(LayerShape(i, attention.config.num_key_value_heads, dim, dim, None))
-        return tuple(shapes)
+        return kv_shapes(self.layers)
 
     def reduce(self, states: Tensor) -> Tensor:
         reduced: Tensor = self.hidden_norm(self.fc(states))
@@ -86,9 +83,7 @@ class BlockHead(nn.Module):
             write_kv(paged, place, rotated[0], value.transpose(1, 2)[0])
 
     def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
-        """Outputs [B x Q, hidden] of blocks, one block a row. `states` is not read: `see` has stored the keys
-        already.
-        """
+        """Outputs [B x Q, hidden] of blocks, a block a row. `states` is not read: `see` has stored the keys."""
         hidden = F.embedding(batch.input_ids.reshape(1, -1), self.embedding)
         last = batch.positions.amax(1, keepdim=True).expand_as(batch.positions)
         both_ways, one_way = _pages(batch, pool, last.contiguous()), _pages(batch, pool, batch.positions)
@@ -105,9 +100,7 @@ class BlockHead(nn.Module):
         return among_all(self.lm_head(outputs), self.draft_ids, self.config.vocab_size)
 
     def behind(self, logits: Tensor, outputs: Tensor, last_ids: Tensor) -> Tensor:
-        """Logits with the term added that depends on the token before each, `last_ids` [tokens]; unchanged for a head
-        without this term.
-        """
+        """Logits with the term that depends on the tokens before, `last_ids` [tokens], if the head has this term."""
         if not self.block.markov_rank:
             return logits
         before = self.markov_w1(last_ids)

@@ -47,9 +47,7 @@ class BlockConfig:
     """Config of a head that drafts several tokens in one pass: the sequence's last token, then mask tokens."""
 
     size: int | None
-    """Number of slots that the head was trained for, the last token's included; None for P-EAGLE, whose config does not
-    state it.
-    """
+    """Slots that the head was trained for, the last token's included; None if its config does not say (P-EAGLE)."""
     mask_token_id: int
     starts_at_anchor: bool
     """True if the last token's slot drafts the next token, and False if the first mask does."""
@@ -67,9 +65,7 @@ class BlockConfig:
         return self.markov == "none"
 
     def num_drafts(self, num_slots: int) -> int:
-        """Draft tokens of a block of `num_slots` slots: the same number, or one fewer if its first slot is a known
-        token.
-        """
+        """Draft tokens of a block: as many as its slots, or one fewer if the first slot is a known token."""
         return num_slots - (not self.starts_at_anchor)
 
 
@@ -121,9 +117,7 @@ class HeadConfig:
         return self.draft_vocab_size == self.vocab_size
 
     def hidden_states_of(self, num_layers: int) -> tuple[int, ...]:
-        """Hidden states that the head reads from a target of `num_layers` layers. SpecDecError if the target lacks one
-        of them.
-        """
+        """Hidden states that the head reads from a target of this size; SpecDecError if the target lacks a layer."""
         if self.kind not in ("eagle3", "dflash"):
             return (num_layers,)
         wanted = (2, num_layers // 2, num_layers - 3) if self.hidden_states is None else self.hidden_states
@@ -146,8 +140,9 @@ class HeadConfig:
                 f"{shown(config.get('model_type'))}: {self.directory}",
                 hint="it was trained for another target",
             )
-        found = language_model(config).get("hidden_size"), vocab_size
-        for what, own, its in zip(("hidden size", "vocabulary"), self._target, found, strict=True):
+        hidden_size = language_model(config).get("hidden_size")
+        sizes = ("hidden size", self.target_hidden_size, hidden_size), ("vocabulary", self.vocab_size, vocab_size)
+        for what, own, its in sizes:
             if own != its:
                 raise SpecDecError(
                     f"the head was trained for a target with a {what} of {own}, and this target has {its}: "
@@ -155,10 +150,6 @@ class HeadConfig:
                     hint="take the head of this model",
                 )
         self.hidden_states_of(num_layers_of(config))
-
-    @property
-    def _target(self) -> tuple[int, int]:
-        return self.target_hidden_size, self.vocab_size
 
 
 @dataclass(frozen=True)
@@ -254,21 +245,24 @@ def is_parallel_model(model: Path | str) -> bool:
     if is_head(model):
         return False
     try:
-        path = Path(model).expanduser()
-        config_file = path / "config.json"
-        config = read_json(config_file) if config_file.is_file() else read_model_config(resolve_model(str(model)))
+        return _pard_mask(_config_of_model(model)) is not None
     except SpecDecError:
         return False
-    return _pard_mask(config.get("pretrained_config", config)) is not None
 
 
 def check_is_parallel(model: Path | str) -> None:
     """SpecDecError unless this model, or this engine, has PARD's mask token in its config.json."""
+    config = _config_of_model(model)
+    vocab_size = language_model(config).get("vocab_size")
+    read_pard_mask(config, vocab_size if type(vocab_size) is int else _LARGEST_SIZE, model)
+
+
+def _config_of_model(model: Path | str) -> dict[str, Any]:
+    """The `pretrained_config` of a model, by its name or directory, or of an engine's model."""
     config_file = Path(model).expanduser() / "config.json"
     config = read_json(config_file) if config_file.is_file() else read_model_config(resolve_model(str(model)))
-    pretrained = config.get("pretrained_config", config)
-    vocab_size = language_model(pretrained).get("vocab_size")
-    read_pard_mask(pretrained, vocab_size if type(vocab_size) is int else _LARGEST_SIZE, model)
+    pretrained: dict[str, Any] = config.get("pretrained_config", config)
+    return pretrained
 
 
 def read_pard_mask(config: dict[str, Any], vocab_size: int, directory: Path | str) -> int:
@@ -357,7 +351,9 @@ def _kind_of(config: dict[str, Any]) -> HeadKind | None:
         return "dflash"
     is_assistant = str(config.get("model_type")).endswith("_assistant")
     is_named = any(key in config for key in ("speculators_model_type", "draft_vocab_size", "dflash_config"))
-    return "eagle3" if is_assistant or is_named or _names_eagle3(config) else None
+    names = config.get("architectures")
+    names_eagle3 = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+    return "eagle3" if is_assistant or is_named or names_eagle3 else None
 
 
 def _kind_of_block(config: dict[str, Any]) -> str | None:
@@ -369,15 +365,8 @@ def _kind_of_block(config: dict[str, Any]) -> str | None:
     return found or ("dflash" if "dflash_config" in config else None)
 
 
-def _names_eagle3(config: dict[str, Any]) -> bool:
-    names = config.get("architectures")
-    return isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
-
-
 def read_head(head: Path | str) -> HeadConfig:
-    """Config of a head, from the head's directory or from a model that contains one; SpecDecError if it cannot
-    draft.
-    """
+    """Config of a head, from its directory or from a model that contains it; SpecDecError if it cannot draft."""
     directory = resolve_head(str(head))
     if directory.is_file():
         raise SpecDecError(
@@ -461,28 +450,23 @@ def _read_block(config: dict[str, Any], directory: Path, where: str) -> HeadConf
     layers = {"model_type": BLOCK_LAYERS} | layers
     _refuse_other_blocks(config, own, layers, where)
     common = _common_fields(config, layers, where)
+    has_output = any(name.removeprefix("model.") == "lm_head.weight" for name in _names_in(directory))
     return HeadConfig(
         directory.expanduser(),
         "dflash",
         num_layers=_size(layers, "num_hidden_layers", where),
         hidden_states=_block_states(config, own, where),
-        flags=frozenset() if "lm_head.weight" in _own_names(directory) else frozenset({"target_output"}),
+        flags=frozenset() if has_output else frozenset({"target_output"}),
         block=_block_of(config, own, common["vocab_size"], where),
         num_target_layers=config.get("num_target_layers"),
         **common,
     )
 
 
-def _own_names(directory: Path) -> set[str]:
-    return {name.removeprefix("model.") for name in _names_in(directory)}
-
-
 def _block_of(config: dict[str, Any], own: dict[str, Any], vocab_size: int, where: str) -> BlockConfig:
     sizes = own if "block_size" in own else config
-    size, is_dspark = (
-        _size(sizes, "block_size", where, 8 if "speculators_model_type" in config else None),
-        _kind_of_block(config) == "dspark",
-    )
+    is_dspark = _kind_of_block(config) == "dspark"
+    size = _size(sizes, "block_size", where, 8 if "speculators_model_type" in config else None)
     if size < 2 - is_dspark:
         raise _damaged(f"`{where}: block_size` leaves no slot to draft: {size}")
     anchor = config.get("sample_from_anchor", is_dspark and "speculators_model_type" not in config)
@@ -578,9 +562,7 @@ def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> Head
 
 
 def _num_mtp_layers(config: dict[str, Any]) -> int:
-    """Number of MTP layers behind the model's own layers, by the keys of DeepSeek and GLM, or of Qwen; 0 if there are
-    none.
-    """
+    """Number of MTP layers behind the model's own layers; 0 if there are none."""
     for record in (config, config.get("text_config")):
         for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
             if isinstance(record, dict) and type(record.get(key)) is int:

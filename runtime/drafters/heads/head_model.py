@@ -25,7 +25,7 @@ from runtime.drafters.heads.assistant import load_assistant
 from runtime.drafters.heads.block_head import BlockHead, own_name
 from runtime.drafters.heads.head_config import OF_TWO_HEADS, HeadConfig, check_weights
 from runtime.drafters.heads.mtp_head import ChainedMtp, MtpHead, embeddings_of, load_mtp, shapes_of, shared_with_target
-from runtime.drafters.heads.paged_head import HEAD, PagedHead, PagedPairs, for_kernels, paged_pairs
+from runtime.drafters.heads.paged_head import HEAD, PagedHead, PagedPairs, for_kernels, kv_shapes, paged_pairs
 from runtime.engine.draft_vocab import among_all
 from runtime.model.attention import PAGED
 from runtime.model.model import is_quantizable
@@ -99,9 +99,7 @@ def _fused_norm(norm: nn.Module) -> FusedNorm | None:
 
 
 def use_kernels(head: nn.Module, arithmetic: int, known: dict[str, Tensor]) -> None:
-    """Have the CPU's kernels, which must be loaded, compute the head's attention and linear layers; also fuse its
-    norms.
-    """
+    """Have the CPU's kernels, which must be loaded, compute attention and linear layers; also fuse the norms."""
     for module in list(head.modules()):
         for name, child in list(module.named_children()):
             if (norm := _fused_norm(child)) is not None:
@@ -123,9 +121,7 @@ class Head(Protocol):
     """True if the CPU's kernels compute the head: `hide_first` is for such heads."""
 
     reads_target: bool
-    """True if it has no keys and values of its own, and reads the target's, from the position of a sequence's last
-    token.
-    """
+    """True if it has no keys and values of its own, and reads the target's from a sequence's last position."""
 
     config: HeadConfig
     attention: str
@@ -204,17 +200,13 @@ class EagleHead(PagedHead):
                 self.input_norm = norm(num_states * size, eps=eps)
             if "fc_norm" in config.flags:
                 self.fc_norm = nn.ModuleList(norm(size, eps=eps) for _ in range(num_states))
-        self.rotary_emb = _rotary_of(model)
+        self.rotary_emb = type(model.rotary_emb)(model.config)  # with numbers
         self.register_buffer("embedding", None, persistent=False)
         self.register_buffer("draft_ids", None, persistent=False)
 
     @property
-    def state_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
     def kv_layers(self) -> tuple[LayerShape, ...]:
-        shapes = tuple(_kv_shape(layer.self_attn, i) for i, layer in enumerate(self.layers))
+        shapes = kv_shapes(self.layers)
         return for_kernels(shapes) if self.uses_kernels else shapes
 
     def reduce(self, states: Tensor) -> Tensor:
@@ -235,9 +227,7 @@ class EagleHead(PagedHead):
         return paged_pairs(batch, pool, tuple(range(len(pool.keys))))
 
     def outputs(self, ids: Tensor, states: Tensor, attention: dict[str, Any]) -> Tensor:
-        """Outputs [B, T, hidden] from tokens [B, T] and the states [B, T, hidden] before them; `attention` is passed on
-        to the layers.
-        """
+        """Outputs [B, T, hidden] from tokens [B, T] and the states [B, T, hidden] before them."""
         first = self.layers[0]
         normed = first.hidden_norm(states)
         residual = states if "norm_before_residual" not in self.config.flags else normed
@@ -291,9 +281,9 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
     """
     if (ids is None and quantized is None) or "centroids" in head.config.flags:
         return
-    is_mtp = isinstance(head, MtpHead | ChainedMtp)
-    owner: Any = head.step.model if isinstance(head, MtpHead | ChainedMtp) else head
-    output: nn.Linear = owner.get_output_embeddings() if is_mtp else owner.lm_head
+    mtp: Any = head.step.model if isinstance(head, MtpHead | ChainedMtp) else None
+    parts: Any = head
+    output: nn.Linear = parts.lm_head if mtp is None else mtp.get_output_embeddings()
     if ids is not None:
         head.draft_ids = ids
         if isinstance(head, BlockHead) and head.block.markov_rank:
@@ -304,10 +294,10 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
         assert ids is not None
         made = rows_of(output, ids)
     made.requires_grad_(requires_grad=False)
-    if is_mtp:
-        owner.set_output_embeddings(made)
+    if mtp is None:
+        parts.lm_head = made
     else:
-        owner.lm_head = made
+        mtp.set_output_embeddings(made)
 
 
 def quantizable_layers(head: Head) -> dict[str, nn.Linear]:
@@ -451,15 +441,3 @@ def _layers_of(config: HeadConfig) -> Any:
             hint="layers like Llama's and Qwen3's are supported",
         ) from error
     return model
-
-
-def _rotary_of(model: Any) -> nn.Module:
-    """The model's rotary embedding with its values, which a model on `meta` lacks."""
-    rotary: nn.Module = type(model.rotary_emb)(model.config)
-    return rotary
-
-
-def _kv_shape(attention: Any, layer: int) -> LayerShape:
-    config: PreTrainedConfig = attention.config
-    heads: int = config.num_key_value_heads
-    return LayerShape(layer, heads, attention.head_dim, attention.head_dim, None)

@@ -93,13 +93,6 @@ class MtpHead(PagedHead):
         check_weights(config, shapes_of(wanted), shapes_of(parts), name_in_file)
         self.load_state_dict(parts, assign=True, strict=False)
 
-    @property
-    def state_size(self) -> int:
-        return self.config.hidden_size
-
-    def reduce(self, states: Tensor) -> Tensor:
-        return states
-
     def pages(self, batch: Batch, pool: KVPool) -> PagedPairs:
         return paged_pairs(batch, pool, tuple(one.layer for one in self._shapes), self.depth)
 
@@ -268,9 +261,7 @@ class _OwnLayer:
             raise lacks_weights(self.config, missing)
 
     def as_in_file(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """These weights under the checkpoint's names. SpecDecError for a weight that the checkpoint lacks or has in
-        another shape.
-        """
+        """The weights under the checkpoint's names; SpecDecError if it lacks a weight or has it in another shape."""
         found = dict[str, Tensor]()
         for own, weight in weights.items():
             name, entry = self.name_in_file(own), self.entries.get(own)
@@ -307,11 +298,13 @@ Read = Callable[[dict[str, SourceTensor], HeadConfig, DtypeOf, Mapping[str, tupl
 """Type of `_numbers`, and of functions that replace it."""
 
 
-def load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead | ChainedMtp:
-    return _load(config, target_embedding, dtype, _numbers)
-
-
-def _load(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, read: Read) -> MtpHead | ChainedMtp:
+def load_mtp(
+    config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, read: Read | None = None
+) -> MtpHead | ChainedMtp:
+    """Load the head's layers; `target_embedding` [vocab, hidden] is taken instead of the embeddings in the model's
+    files. SpecDecError if weights are missing, or belong to another target.
+    """
+    read = read or _numbers
     layers, embeddings = _own_layers(config), embeddings_of(config)
     shared = shared_with_target(read_tensors(config.directory), embeddings)
     if target_embedding is not None:
@@ -372,7 +365,7 @@ def learned_weights(head: MtpHead) -> dict[str, nn.Parameter]:
 def check_mtp_is_trained(config: HeadConfig) -> None:
     """SpecDecError for an MTP head whose trained weights could not be written back. Reads no numbers of weights."""
     with torch.no_grad():
-        tensors_of_mtp(_load(config, None, torch.bfloat16, _zeros), torch.bfloat16)
+        tensors_of_mtp(load_mtp(config, None, torch.bfloat16, _zeros), torch.bfloat16)
 
 
 def check_mtp_is_of(config: HeadConfig, model: Path) -> None:
