@@ -226,8 +226,8 @@ class EagleHead(PagedHead):
     def pages(self, batch: Batch, pool: KVPool) -> PagedPairs:
         return paged_pairs(batch, pool, tuple(range(len(pool.keys))))
 
-    def outputs(self, ids: Tensor, states: Tensor, attention: dict[str, Any]) -> Tensor:
-        """Outputs [B, T, hidden] from tokens [B, T] and the states [B, T, hidden] before them."""
+    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        attention = {"position_embeddings": self.rotary_emb(states, positions), "attention_mask": None, **attention}
         first = self.layers[0]
         normed = first.hidden_norm(states)
         residual = states if "norm_before_residual" not in self.config.flags else normed
@@ -241,10 +241,6 @@ class EagleHead(PagedHead):
         if "norm_output" in self.config.flags:
             hidden = self.norm(hidden)
         return hidden
-
-    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        rotary = self.rotary_emb(states, positions)
-        return self.outputs(ids, states, {"position_embeddings": rotary, "attention_mask": None, **attention})
 
     def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
         return among_all(self.own_logits(outputs), self.draft_ids, self.config.vocab_size)
