@@ -24,7 +24,7 @@ from runtime.drafters.draft_state import DraftState, begin_draft
 from runtime.drafters.protocol import Suggest
 from runtime.engine.draft_vocab import among_all
 from runtime.engine.engine import Engine
-from runtime.util.errors import SpecDecError
+from runtime.util.errors import draft_engine_errors
 
 
 class DraftModel:
@@ -44,12 +44,8 @@ class DraftModel:
 
     def check_request(self, request: Request) -> None:
         """SpecDecError if the draft engine cannot follow the request to its end."""
-        try:
+        with draft_engine_errors():
             self.engine.check_lengths(request)
-        except SpecDecError as error:
-            raise SpecDecError(
-                f"draft engine: {error.message}", hint=error.hint, code=error.code, **error.values
-            ) from error
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         draft_states = [

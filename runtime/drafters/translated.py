@@ -98,10 +98,10 @@ class TranslatedDraftModel:
         place = _last_word(one.text, known)
         num_kept = None if place is None else one.draft.num_before(place)
         if place is None or num_kept is None:
-            return self._write_anew(one)
-        kept = _Written(one.draft.tokens[:num_kept], one.draft.ends[:num_kept])
-        one.draft = self._read_back(kept, _encode_within(self.draft_tokenizer, one.text[place:]) or [], place)
-        return None
+            self._write_anew(one)
+        else:
+            kept = _Written(one.draft.tokens[:num_kept], one.draft.ends[:num_kept])
+            one.draft = self._read_back(kept, _encode_within(self.draft_tokenizer, one.text[place:]) or [], place)
 
     def _write_anew(self, one: _Translated) -> None:
         tokens = token_ids(self.draft_tokenizer, one.text, verbose=False)

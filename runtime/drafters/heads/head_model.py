@@ -254,7 +254,7 @@ class EagleHead(PagedHead):
 
 def output_tensor(config: HeadConfig) -> SourceTensor:
     """The weight [rows, hidden] of the head's output layer, as in its files; of an MTP head, it is the model's output
-    layer. SpecDecError if the head has no output layer of its own, or a quantized layer.
+    layer. SpecDecError if the head has no output layer of its own, or only a quantized layer.
     """
     entries = read_tensors(config.directory)
     named = {_own_name(one.name): one for one in entries}
