@@ -78,6 +78,11 @@ class ListForm:
     metavar: ClassVar[str] = "LIST"
 
     @property
+    def least(self) -> int:
+        """Number of entries that cannot be left out."""
+        return sum(entry.kind == "count" for entry in self.entries)
+
+    @property
     def names(self) -> str:
         return f"[{', '.join(entry.name for entry in self.entries)}]"
 
@@ -101,7 +106,7 @@ class ListForm:
             values = [values] if isinstance(values, int) else values
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {self}") from None
-        least, most = sum(entry.kind == "count" for entry in self.entries), len(self.entries)
+        least, most = self.least, len(self.entries)
         if not isinstance(values, list | tuple) or not least <= len(values) <= most:
             raise UsageError(f"`{flag}` does not have {least} to {most} entries: {text}", hint=f"its form is {self}")
         given = [*values, *(False if entry.kind == "bool" else None for entry in self.entries[len(values) :])]
