@@ -1,4 +1,4 @@
-"""How a drafter is described: its settings, the list that chooses it, its names. `runtime.drafters.specs` has all
+"""Description of a drafter: its settings, the list that chooses it, its names. `runtime.drafters.specs` has all
 drafters.
 
 Flags, lists, documents, schemas, labels, `tune`'s candidates and profiles are made from these descriptions. Nothing

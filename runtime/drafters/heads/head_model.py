@@ -149,8 +149,8 @@ class Head(Protocol):
     def kv_layers(self) -> tuple[LayerShape, ...]: ...
 
     def reduce(self, states: Tensor) -> Tensor:
-        """What is kept of tokens' hidden states [tokens, width]. It is as wide as a state, or is the beginning of a
-        state, behind which the head's own outputs are kept.
+        """States [tokens, state_size] from hidden states [tokens, width], to be kept; or the first numbers of these
+        states, behind which the head's own outputs are kept.
         """
         ...
 

@@ -235,7 +235,7 @@ def test_bad_heads_are_one_sentence(case: str, engine: Engine, head: Block, tmp_
 
 
 def test_layers_are_made_without_memory(head_dir: Path) -> None:
-    """With them transformers makes embeddings, which the head takes from its target: a gigabyte beside 8 B."""
+    """Transformers makes embeddings with them, which the head takes from its target: a gigabyte beside 8 B."""
     assert all(one.is_meta for one in _layers_of(read_head(head_dir)).parameters())
 
 
