@@ -114,7 +114,7 @@ class EngineOptions(TypedDict, total=False):
     ]  # fmt: skip
     self_draft: Annotated[
         IntFormat | None,
-        EngineOption("Add a copy of the linear weights, quantized to int8 or int4, for self-drafting.",
+        EngineOption("Add a copy of the linear weights, quantized to int8 or int4, for self-drafting; `none`: no copy.",
                      shown="none; int4 if it is to draft", flags=("model", "build"), takes_none=True),
     ]  # fmt: skip
     head: Annotated[

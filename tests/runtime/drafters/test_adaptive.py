@@ -161,7 +161,7 @@ def test_forgotten_request_leaves_nothing_of_its_own() -> None:
     inner = SuffixLookup()
     drafter = AdaptiveDrafter(inner, price(0.1))
     replay([Trace((1, 2, 1, 2), (1, 2, 1, 2, 1))] * 3, drafter, 4)
-    assert not len(drafter._outcomes) and not inner._histories
+    assert not {*drafter._outcomes._own, *drafter._outcomes._pending.drafts, *inner._histories}
 
 
 class Drawer(Sayer):
