@@ -14,7 +14,9 @@ from runtime.core.kv_cache import NULL_BLOCK
 from runtime.core.request import Sequence
 
 _ROW_CONTEXT, _CONTEXT_STEP = 4096, 256
-"""Context length at which attention reads as many K/V again for a further row as the row costs otherwise."""
+"""Context length at which the K/V that a row reads cost as much as one more token in the row; and the step to which
+context lengths are rounded down, so that few widths are computed.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,16 @@ def generation_row(sequence: Sequence, draft_tokens: Seq[int]) -> Row:
 
 
 def context_row(sequence: Sequence, num_tokens: int) -> Row:
-    """A row with the next `num_tokens` of a long uncomputed tail. It asks for one logit, since a step returns at least
-    one.
+    """A row with the next `num_tokens` of a long uncomputed tail. It asks for the logits of the last of these tokens,
+    since a step returns the logits of at least one token.
     """
     start = sequence.num_computed
     return Row(sequence.tokens[start : start + num_tokens], start, sequence.block_table, 1, sequence.state_slot)
 
 
 def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
-    """The batch of these rows. It is made from lists: a step has few tokens, and a dozen operations on small tensors
-    would be slower.
+    """The batch of these rows. It is made from lists: a step has few tokens, and operations on small tensors would be
+    slower.
     """
     Q = max(len(row.tokens) for row in rows)
     N = max(-(-(row.start + len(row.tokens)) // block_size) for row in rows)

@@ -99,7 +99,7 @@ class Found:
 
 @dataclass(frozen=True)
 class StoredEngine:
-    """Content of a directory that belongs to one engine."""
+    """The K/V in a directory that belong to one engine."""
 
     digest: str
     model: str
@@ -123,8 +123,8 @@ class BlockStore:
 
     `max_bytes` None keeps the limit that the directory was given last, or else `usual_bytes`. With `renews` a damaged
     database is replaced by an empty one; otherwise Damaged is raised. Opening raises SpecDecError for a fault that a
-    user must mend, such as a file that is no database of specdec's, which stays as it is. Later methods raise Damaged
-    or Unwritable, and find nothing while another process writes.
+    user must mend, such as a file that is no database of specdec's, which stays as it is. Later methods raise Damaged,
+    Unwritable, or, if another process writes for too long, TimeoutError.
     """
 
     def __init__(
@@ -409,8 +409,8 @@ class BlockStore:
         return None if row is None else row[0]
 
     def _longest(self, owner: Owner, parent: int, path: int, wanted: bytes, start: int) -> list[Record]:
-        """The record below `parent` that shares most first tokens with `wanted`; None if no record shares any. Among
-        sorted texts, the text that shares most with another stands right before or behind it.
+        """A list of the record below `parent` that shares most first tokens with `wanted`; empty if no record shares
+        any. Among sorted texts, the text that shares most with another stands right before or behind it.
         """
         best: list[Record] = []
         for side, order in (("<=", "DESC"), (">=", "ASC")):
@@ -467,8 +467,9 @@ class BlockStore:
     def write(
         self, owner: Owner, before: Seq[int], blocks: Seq[tuple[bytes, Mapping[str, Bytes]]], path: int
     ) -> list[int]:
-        """Write blocks, each below the block before it, behind the records `before`, whose checksum is `path`; returns
-        the new records' ids. Fewer blocks are written if another process has removed `before`, or if there is no room.
+        """Write blocks, each below the block before it, behind the records `before`; returns the ids of the blocks'
+        records. `path` is the checksum over all tokens of `before`. Fewer blocks are written if another process has
+        removed `before`, or if there is no room.
         """
         used, ids = time.time_ns(), list[int]()
         with self._errors():
@@ -551,12 +552,12 @@ class BlockStore:
             return self._used_bytes()
 
     def knows(self, engine: str) -> bool:
-        """True if there are records of this engine, of any owner."""
+        """True if anything was ever written for this engine, for any owner."""
         with self._errors():
             return self._db.execute("SELECT 1 FROM owners WHERE engine=?", (engine,)).fetchone() is not None
 
     def engines(self) -> list[StoredEngine]:
-        """The engines that have data in the directory, the last used first."""
+        """The engines that have K/V in the directory, the last used first."""
         with self._errors():
             rows = self._db.execute(
                 "SELECT engine, max(model), count(DISTINCT owners.id), "

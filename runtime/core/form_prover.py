@@ -36,8 +36,8 @@ MOST_AT_ONCE = 16
 slow processes.
 """
 _FIRST_S = 0.05
-"""Seconds for which a grammar's process has the usual priority. A process that takes longer gives way to the model's
-steps.
+"""Seconds that a grammar's process may take at the usual priority. A slower process gets a lower priority, so that it
+gives way to the model's steps.
 """
 _NICE = 15
 _PATIENCE_S = 60.0
@@ -154,7 +154,9 @@ class FormProver:
         self._end = weakref.finalize(self, _end, ours, process)
 
     def _ask(self, request: bytes) -> bytes | None:
-        """The process's answer for one grammar: empty if the process was ended, None if no process could be forked."""
+        """The answer for one grammar, complete if it ends with a line's end: less if its process was ended, None if no
+        process took the grammar.
+        """
         ours, theirs = socket.socketpair()
         with ours:
             ours.settimeout(_PATIENCE_S)
@@ -274,7 +276,7 @@ def _try_form(vocabulary: Any, server: socket.socket, taken: int, most_s: float,
     server.close()
     os.close(taken)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if pid := os.fork():  # this process says how the other one ended, where that could not
+    if pid := os.fork():  # the parent answers if the child overflows its stack, and can say nothing itself
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (-signal.SIGSEGV, -signal.SIGBUS):
             asked.sendall(json.dumps({"refused": _OVERFLOWS}).encode() + b"\n")
         return
@@ -290,7 +292,7 @@ def _try_form(vocabulary: Any, server: socket.socket, taken: int, most_s: float,
 
 
 def _limit(most_s: float, most_bytes: int) -> None:
-    signal.setitimer(signal.ITIMER_PROF, most_s)  # of SIGPROF a process ends
+    signal.setitimer(signal.ITIMER_PROF, most_s)  # SIGPROF ends the process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if num_bytes := _memory().all:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

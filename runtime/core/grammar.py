@@ -229,7 +229,9 @@ class Matcher:
 
     @contextmanager
     def _watched(self, num_tokens: int) -> Iterator[None]:
-        """Context that ends slow computation, by this thread's own processor time: a busy machine ends no request."""
+        """Context that notes if the computation in it was slow, after which no token is allowed. The thread's own
+        processor time is measured: a busy machine ends no request.
+        """
         start = thread_time()
         yield
         self._is_slow |= thread_time() - start > _MOST_STEP_S * max(num_tokens, 1)
@@ -294,7 +296,9 @@ class Grammars:
                 self._prover.close()
 
     def check(self, grammar: Grammar) -> None:
-        """Raise what `compiled` would raise for this grammar, without keeping the result."""
+        """UsageError for a grammar that `compiled` would refuse; FormsBusy and SpecDecError as in `compiled`. Nothing
+        is kept.
+        """
         with self._lock:
             why = self._refused.get(grammar)
             vocabulary = self._read_vocabulary()
@@ -310,8 +314,8 @@ class Grammars:
             raise _refused(grammar, str(refused)) from None
 
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
-        """UsageError for a grammar that is invalid, matches no text or is too large; FormsBusy if too many are being
-        compiled; SpecDecError for a tokenizer whose tokens' bytes are not known.
+        """The compiled grammar. UsageError if it is invalid, matches no text or is too large; FormsBusy if too many are
+        being compiled; SpecDecError without a tokenizer, or if the bytes of its tokens are not known.
         """
         with self._lock:
             if (why := self._refused.get(grammar)) is not None:
@@ -423,7 +427,7 @@ class Grammars:
                 self._vocabulary = LLTokenizer(state, n_vocab=size, eos_token=end_ids)
             except SpecDecError:
                 raise
-            except Exception as error:  # as above, and tokenizers that have no `tokenizers` behind them
+            except Exception as error:  # llguidance's, and of tokenizers that have no `tokenizers` behind them
                 raise SpecDecError(
                     f"grammars cannot be used with this tokenizer, whose tokens are not known as bytes: {error}",
                     hint="leave the grammar out, or name a tokenizer that has a tokenizer.json",
@@ -432,7 +436,7 @@ class Grammars:
 
 
 def _start_here(vocabulary: "LLTokenizer", grammar: Grammar) -> "LLMatcher":
-    """FormRefused for a grammar that cannot be used."""
+    """The start of a text in a grammar, computed in this process; FormRefused for a grammar that cannot be used."""
     try:
         start = start_of(vocabulary, written(grammar.kind, grammar.text))
         check_forced_text(start)

@@ -83,9 +83,9 @@ class BlockManager:
 
     def admit(self, sequence: Sequence, num_tokens: int, max_reused: int | None = None) -> list[BlockCopy] | None:
         """Give `sequence` blocks for `num_tokens` tokens. Blocks whose K/V are known come first, for at most
-        `max_reused` tokens or the number that the sequence may reuse.
+        `max_reused` tokens; None stands for all that the sequence may reuse.
 
-        Sets its block table and `num_computed`. That number stays below the number of its tokens, because the last
+        Sets its block table and `num_computed`. `num_computed` stays below the number of its tokens, because the last
         token must be computed for its logits; it is lower if logits of earlier tokens are wanted. Returns the copies to
         make, or None (and changes nothing) if there are too few free blocks.
         """
@@ -142,8 +142,8 @@ class BlockManager:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Insert the sequence's computed tokens into the trie and free its blocks. Its last blocks are
-        evicted first.
+        """Insert the sequence's computed tokens into the trie, with block reuse, and free its blocks. Its last blocks
+        are evicted first.
         """
         if self._reuse:
             self.publish(sequence)
@@ -278,8 +278,8 @@ class KVPool:
     [num_blocks, Hk, block_size, Dv]: both products of attention then run along contiguous memory. Keys and values that
     are not finite are stored as a key of NaN and a value of zeros, so that they affect only tokens that see them.
 
-    With 8 bits (`runtime.core.kv_cache`) a third tensor, float32 [num_blocks, Hk, 2, block_size], has the scales of a
-    token's keys and values in each head; NaN is then stored as the scale of the keys.
+    With 8 bits a third tensor, float32 [num_blocks, Hk, 2, block_size], has the scales of a token's keys and values in
+    each head; NaN is then stored as the scale of the keys.
     """
 
     def __init__(

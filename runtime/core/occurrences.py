@@ -1,6 +1,7 @@
 """Token counts for a request's penalties and bans, updated token by token.
 
-A position costs time for its new tokens alone, not for its whole prefix, and only tokens that occur are ever touched.
+At each position only the new tokens are counted, not the whole prefix. Tokens that neither occur nor have a bias have
+no entry.
 """
 
 from collections import defaultdict

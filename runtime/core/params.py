@@ -139,9 +139,10 @@ def is_greedy(temperature: float, top_k: int) -> bool:
 class SamplingConfig:
     """TensorRT-LLM's names and defaults; `bad_words` and penalties take the prompt into account too, as in
     TensorRT-LLM. Without `penalize_prompt`, presence and frequency penalties count generated tokens only, as OpenAI's
-    do. `logit_bias` is added to the logits of tokens, as (token, bias), before anything else. Ids that end an output
-    cannot be chosen before the output has `min_tokens` tokens, and other ids than `allowed_token_ids` never. After
-    `thinking_token_budget` tokens of thinking, the end of thinking is forced, if the request knows the model's tags.
+    do. `logit_bias` has pairs (token, bias); a bias is added to its token's logit before anything else. Ids that end an
+    output cannot be chosen before the output has `min_tokens` tokens, and other ids than `allowed_token_ids` never.
+    After `thinking_token_budget` tokens of thinking, the end of thinking is forced, if the request has the model's
+    tags.
 
     top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 1.0, min_p 0.0,
     no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range: `top_p` is
@@ -483,8 +484,8 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def config(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingConfig:
-        """The same parameters for an engine, with `bad_words` as tokens. Without a seed it is 0; values that are left
-        to the model are off.
+        """The same parameters for an engine, with `bad_words` as tokens. Without a seed `random_seed` is 0; penalties
+        of None, which are left to the model, are off.
         """
         values = {field.config or name: getattr(self, name) for name, (_, field) in FIELDS.items()}
         given = {name: value for name, value in values.items() if name in _CONFIG_NAMES and value is not None}

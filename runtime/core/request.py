@@ -125,8 +125,8 @@ class Draft:
 
     tokens: list[int]
     probs: Tensor | None = None
-    """Distributions [draft_len, vocab] float64 that the tokens were drawn from; None for tokens that were not drawn, as
-    a lookup's.
+    """Distributions [draft_len, vocab] float64 that the tokens were drawn from; None for tokens that were not drawn,
+    such as a lookup's.
     """
     match_len: int = field(default=0, compare=False)
     """Number of tokens of the pattern that these tokens continue, which shows how sure a lookup is; 0 for other
@@ -149,7 +149,7 @@ class Draft:
 class VerifyResult:
     """Result of verifying a draft: the number of accepted tokens, then a token of the target's own.
 
-    `next_token` is the recovered token after a rejection, the bonus token after a draft accepted whole.
+    `next_token` is the recovered token after a rejection, or the bonus token after a draft that was accepted whole.
     """
 
     num_accepted: int
@@ -257,8 +257,8 @@ class Sequence:
 
     def commit(self, draft: Draft, verdict: VerifyResult) -> list[int]:
         """Append the accepted tokens and the target's own token, cut where generation ends, and count them. The end is
-        looked for token by token (end id, then stop word, then budget), so that tokens, K/V and counters end at the
-        same place. Returns the tokens that were kept.
+        looked for token by token (end id, stop word, end of the grammar, budget), so that tokens, K/V and counters end
+        at the same place. Returns the tokens that were kept.
         """
         start = len(self.tokens)
         for token in [*draft.tokens[: verdict.num_accepted], verdict.next_token]:

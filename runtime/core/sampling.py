@@ -6,8 +6,8 @@ scores plus Gumbel noise, which is a sample. A draft model that uses the same no
 often as their distributions allow (Daliri et al., arXiv 2408.07978). Noise is a function of the position and of the
 token, so it need not be computed for tokens that penalties, bans and cuts have excluded.
 
-On a CPU the kernels choose (`csrc/sampling.cpp`), for all positions of a step at once. Elsewhere transformers' own
-processors do, position by position.
+On a CPU the kernels choose (`csrc/sampling.cpp`), for all positions of a step at once. Elsewhere, and if no kernels
+were loaded, transformers' own processors and NumPy do the same, position by position.
 """
 
 import hashlib
@@ -200,7 +200,7 @@ class Choosable:
         self._first_end = num_prompt_tokens + params.min_tokens if len(self._ends) else 0
         self.is_all = self._allowed is None and self._first_end <= num_prompt_tokens
         self.emptied: set[int] = set()
-        """Positions at which the model's logits allow tokens and the request forbids all of them."""
+        """Positions at which `apply` found tokens that could be chosen, and left none."""
 
     def apply(self, position: int, logits: Tensor, *, in_grammar: bool = False) -> None:
         """Change the logits [vocab] of a position, in place."""
@@ -350,7 +350,9 @@ class Sampler:
         return torch.from_numpy(probs).to(scores.device)
 
     def choose(self, prefix: list[int], logits: Tensor) -> int:
-        """The request's own token after `prefix`: the argmax, or a sample whose noise depends on the position alone."""
+        """The request's own token after `prefix`: the argmax of the scores, or of the scores with the position's noise,
+        which is a sample.
+        """
         return next(iter(choose_all([Positions(self, prefix, [], logits[None])])[0]))
 
     @property
@@ -378,7 +380,7 @@ class Sampler:
 
     def choices(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor) -> Iterator[int]:
         """The request's own tokens after `prefix` and after each token of a draft, from `logits` [draft_len + 1,
-        vocab]. Without the kernels each token is computed when it is asked for.
+        vocab], without the kernels. Each token is computed when it is asked for, unless all are plain argmaxes.
         """
         if self.is_greedy and not has_penalties(self._params):
             yield from self._argmaxes(prefix, self.legal(prefix, draft_tokens, logits))
@@ -439,8 +441,8 @@ def _apply_mask(mask: Mask, logits: Tensor) -> None:
 
 
 def apply_rule(rule: Rule, logits: Tensor) -> None:
-    """Leave only the forced token in logits [vocab], or all but the forbidden ones. If a grammar allows none of the
-    rest, its tokens are left.
+    """Set logits [vocab] of all tokens that the rule excludes to -inf. A forced token that a grammar has excluded
+    changes nothing, and neither does a forbidden token if it is the only one left.
     """
     if rule.unfinished is not None:
         logits[: len(rule.unfinished)].masked_fill_(torch.from_numpy(rule.unfinished).to(logits.device), -math.inf)
@@ -536,8 +538,9 @@ def kernel_arguments(asked: Seq[Positions]) -> tuple[list[Tensor], *tuple[Tensor
 
 
 def draw(weights: Tensor, uniform: float) -> int:
-    """Index drawn by `uniform` from weights float64 [vocab], which need not add up to one (inverse CDF). A weight of
-    zero is never drawn. The sum is computed on the CPU, where it never decreases; a GPU adds up in parallel.
+    """Index drawn by `uniform` from weights float64 [vocab], which need not add up to 1 (inverse CDF). An index with
+    weight 0 is never drawn. The weights are added up on the CPU, one after another, so that the sums never decrease; a
+    GPU adds up in parallel. SpecDecError if their sum is 0, infinite or NaN.
     """
     sums = weights.cpu().cumsum(dim=-1)
     total = float(sums[-1])
@@ -556,8 +559,8 @@ def gumbel(key: int, tokens: NDArray[np.uint32]) -> NDArray[np.float64]:
     """Gumbel noise of each token, from the 64 bits of its position's key: -log(-log(1 - v)) for 52-bit v in (0, 1).
 
     `noise.h` of the kernels computes the same. Integers are exact. Two libraries may round the last bit of a logarithm
-    differently, but that decides only between two tokens whose scores and noise are equal to 15 digits. Small v give
-    large noise, and steps of v are finest there, so probabilities down to 1e-15 are drawn correctly.
+    differently, but that decides only between two tokens whose scores and noise are equal to 15 digits. Large noise
+    comes from small v, which are odd multiples of 1.1e-16, so probabilities down to 1e-15 are drawn correctly.
     """
     first, second = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
     upper, lower = _bits(tokens, first, second), _bits(tokens, second, first)

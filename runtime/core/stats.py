@@ -1,4 +1,4 @@
-"""Statistics of an answer: counts and clock readings taken once in each step, and the reason why it ended.
+"""Statistics of an answer: counts of each step, and clock readings at its start, first token and end.
 
 Every rate is derived from them. The keys are those of vLLM's record of speculative decoding for each request, so tools
 that read vLLM's record read ours.
@@ -15,8 +15,8 @@ FinishReason = Literal["end_id", "stop", "length"]
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities at a generated token: the token's own, and those of the most
-    probable tokens.
+    """Natural logarithms of the model's own probabilities at the position of a token: the token's own, and those of the
+    most probable tokens.
     """
 
     token: int
@@ -210,7 +210,8 @@ class StateStats:
     num_hits: int = 0
     """Prompts that continued from a kept state after all, or almost all, tokens whose K/V were found."""
     num_misses: int = 0
-    """Prompts of which a block or more was computed again for lack of a state, though its K/V were found."""
+    """Prompts of which a block of tokens or more was computed again for lack of a state, though their K/V were found.
+    """
 
     def plus(self, **counts: int) -> "StateStats":
         return StateStats(**{name: value + counts.get(name, 0) for name, value in vars(self).items()})
@@ -246,10 +247,12 @@ class LoopTimes:
 
     wall_s: float = 0.0
     draft_time_s: float = 0.0
-    draft_model_time_s: float = 0.0  # the part of draft_time_s in a draft model's compiled step
+    draft_model_time_s: float = 0.0
+    """The part of draft_time_s in which a draft model, a head or the self-draft copy computed."""
     target_time_s: float = 0.0
     num_iterations: int = 0
-    num_preemptions: int = 0  # how often a sequence gave its K/V blocks back, or stayed out of a step, for want of some
+    num_preemptions: int = 0
+    """Number of times that a sequence gave its K/V blocks back, or stayed out of a step, because blocks were short."""
 
     @property
     def host_time_s(self) -> float:

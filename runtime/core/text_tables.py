@@ -39,8 +39,8 @@ _MOST_READ_BYTES, _MOST_READ_TOKENS = 4_000_000, 1 << 18
 
 @dataclass(frozen=True)
 class ReadAnswers:
-    """Answers of an owner, oldest first, and the number of the last row. `damaged` has the ids of rows that were
-    altered.
+    """Answers of an owner, the oldest first, and the id of the table's last row, of any owner. `damaged` has the ids of
+    rows that were altered.
     """
 
     answers: list[Answer]

@@ -28,7 +28,7 @@ class Thinking:
     end_tokens: tuple[int, ...]
     """Tokens that are forced once the budget is spent."""
     again: tuple[tuple[int, ...], int] | None
-    """Token that would open thinking again, and the tokens before it; None if no single token can do that."""
+    """Tokens before a token that would open thinking again, and this token; None if no single token can do that."""
     piece: Callable[[int], str] = field(compare=False)
     """Text of a token, with a character for each of its bytes."""
     is_open_after: Callable[[Seq[int]], bool] = field(compare=False)

@@ -150,7 +150,7 @@ def _open_draft_model(
 
 
 def _pass_s(step_costs: tuple[StepCost, ...], host_s: float, num_masks: int = 0) -> DraftSeconds:
-    """Seconds of a pass of the drafting model, with `num_masks` mask tokens behind each sequence."""
+    """Function for the seconds of a pass of the drafting model, with `num_masks` mask tokens behind each sequence."""
     return partial(CostModel(step_costs, host_s).iteration_s, draft_len=num_masks)
 
 
@@ -192,7 +192,7 @@ def _warn_of_missing_ends(drafted: "Tensor | None", opening: Opening) -> None:
 
 
 def warn_of_short_blocks(config: "HeadConfig", max_draft_len: int) -> None:
-    """SpecDecWarning if a block has less room than the block that the head was trained for."""
+    """Warn if the engine's drafts are shorter than the blocks that the head was trained for."""
     block = config.block
     if block is None or block.size is None or block.is_cut or block.num_drafts(block.size) <= max_draft_len:
         return

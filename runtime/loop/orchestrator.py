@@ -30,6 +30,7 @@ def generate(
 
     A sequence whose `finish_reason` is set is done. All requests are checked before the first step. Times are added to
     `times` after each step. If a request cannot be continued, RequestError is raised when all others are done.
+    UsageError for an engine without block reuse.
     """
     if not engine.block_reuse:
         raise UsageError("orchestrator mode needs block reuse", hint="leave `block_reuse` on", code="block_reuse")

@@ -79,7 +79,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Sequences that have not run yet, and sequences that gave up their place in the batch to another client."""
+        """Sequences that have not run yet, and sequences that gave up their place in the batch or their blocks."""
         return list(self._turns)
 
     @property
@@ -255,10 +255,11 @@ class Scheduler:
                 break
 
     def _compute_context(self) -> list[Sequence]:
-        """Compute max_num_tokens tokens of prompts, in order; returns the sequences whose next step gives a token.
+        """Compute at most max_num_tokens tokens of prompts, in order; returns the sequences whose next step gives a
+        token.
 
-        A generation step is never left out: its few tokens are computed whatever the budget. If there is such a step,
-        no more prompt tokens are computed than may delay it.
+        A sequence that generates always steps: its few tokens are computed whatever the budget. Beside such a sequence
+        prompts get no more tokens than the next piece has (`runtime.loop.pieces`), if pieces are limited.
         """
         num_generating = sum(map(self._generates, self.running))
         if num_generating == len(self.running):

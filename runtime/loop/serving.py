@@ -125,7 +125,7 @@ class ServeRequest:
     copied_tokens: Seq[int] = ()
     """Text, beside the prompt, of which the output may copy parts; for the server's drafter."""
     counts_output: bool = True
-    """False if only the prompt is scored, and the token generated with it is discarded."""
+    """False if only the prompt is scored, and the tokens that are generated are discarded."""
     priority: int = 0
     """Priority among the requests of a client: the lowest is answered first."""
 
@@ -251,7 +251,9 @@ class ServingLoop:
 
     @property
     def capacity(self) -> int:
-        """Number of sequences that can be unfinished at once, running and waiting."""
+        """Number of sequences that can be unfinished at once, running and waiting, except where a single client holds
+        most of them.
+        """
         return self.engine.max_batch_size + self.max_queue_len
 
     @property
@@ -293,8 +295,8 @@ class ServingLoop:
     def _check_room(self, num_asked: int, client: Hashable) -> None:
         """QueueFull or ClientFull if there is no room for more sequences of a client.
 
-        A client without sequences may exceed the queue's length, by once more that length, if a single other client
-        holds more than half of the room.
+        A named client without sequences finds a queue of twice the length if another named client holds more than half
+        of the room.
         """
         most = self.limits.max_requests_per_client
         if most is not None and len(self._num_of.get(client, ())) >= most:
@@ -398,7 +400,7 @@ class ServingLoop:
         self._notify([self._fail(answer, cause) for answer in self.unfinished()])
 
     def _fail_step(self, error: BaseException) -> None:
-        """Fail the answers in the step; if there were none, the answer that could not be admitted."""
+        """Fail the answers in the step; if there were none, the first waiting answer, which could not be admitted."""
         cause = StepFailed(f"the step failed: {error or type(error).__name__}", hint="the server's log says where")
         failed = list(self._scheduler.running) or [self._scheduler.first_waiting]
         answers = []
@@ -411,7 +413,7 @@ class ServingLoop:
         self._notify(answers)
 
     def _notify(self, answers: list[RequestHandle]) -> None:
-        """Notify a listener. An error in it ends neither the loop nor the step."""
+        """Call `on_progress`. An error in it ends neither the loop nor the step."""
         try:
             if answers:
                 self._on_progress(answers)

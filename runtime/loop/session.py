@@ -58,12 +58,14 @@ class Session:
         return self.engine.copy_time_s + own
 
     def draws_by_probs(self, sequences: Seq[Sequence]) -> bool:
-        """True if outputs follow the target's distribution without equalling the tokens it would draw alone."""
+        """True if outputs follow the target's distribution, but are not the tokens that the target would draw alone."""
         samples = any(not sequence.request.sampling.is_greedy for sequence in sequences)
         return samples and self.opened is not None and self.opened.gives_probs
 
     def run(self, requests: Seq[Request], *, speculate: bool = True, on_tokens: OnTokens | None = None) -> Generation:
-        """Answer the requests, with the drafter or without. Raises Interrupted at Ctrl-C, Unanswered if one fails."""
+        """Answer the requests, with the drafter or without. Raises Interrupted at Ctrl-C, Unanswered if a request
+        fails.
+        """
         times, finished = LoopTimes(), dict[int, Sequence]()
         is_interrupted, failed = False, None
         with self.unique(requests) as unique:

@@ -37,12 +37,12 @@ from runtime.util.errors import SpecDecWarning
 P_VALUE_THRESHOLD = 1e-4
 POWER, REQUIRED_TOTAL_VARIATION = 0.99, 0.15
 MIN_DISTRIBUTIONS = 4
-"""Least number of distributions, and other limits, below which a check has too little to tell: it would not have found
-so large a fault with so high a probability.
+"""A check by distribution tells enough if it counts tokens of at least 4 distributions, and would have found a total
+variation of 0.15 with a probability of 0.99. Otherwise it has too little to tell.
 """
 NUM_PREFIXES, NUM_CANDIDATES = 8, 32
-NUM_DRAWS_PER_PREFIX = (250, 500)  # as many as it takes
-_MIN_DRAWS_OF_A_TEXT = 50  # fewer say nothing about a distribution
+NUM_DRAWS_PER_PREFIX = (250, 500)  # the first number that suffices
+_MIN_DRAWS_OF_A_TEXT = 50  # fewer draws say little about a distribution
 
 
 def check_outputs(
@@ -103,8 +103,8 @@ def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
         ranking = a.sampler.ranking(prefix, logits)
         temperature = 1.0 if a.sampler.is_greedy else a.request.sampling.temperature
         margin = float((ranking[token_b] - ranking[token_a]).abs()) * temperature
-        is_near_tie = margin <= 2 * rounding  # each of the two may be off
-        if not math.isfinite(margin):  # one of them is cut
+        is_near_tie = margin <= 2 * rounding  # each of the two logits may be off by `rounding`
+        if not math.isfinite(margin):  # one of the tokens is cut
             margin, is_near_tie = None, is_chosen_within(a.sampler, prefix, logits, token_a, rounding)
     return Difference(a.request.id, position, token_a, token_b, margin, rounding, is_near_tie)
 
@@ -271,14 +271,14 @@ def _candidates(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
     for i in range(NUM_CANDIDATES):
         sequence = sequences[i % len(sequences)]
         num_prompt, max_new_tokens = len(sequence.request.prompt_tokens), sequence.request.max_new_tokens
-        # Two tokens must have room after it, or nothing is drafted.
+        # Two tokens must have room after the text, or nothing is drafted.
         last = max(min(len(sequence.tokens) - 1, max_input_len, num_prompt + max_new_tokens - 2), num_prompt)
         length = rng.randint(num_prompt, last)
         num_left = num_prompt + max_new_tokens - length
         most = min(num_left, session.max_draft_len + 1)
         grammar = sequence.request.grammar
-        # Some drafters draft nothing where an output begins: without a grammar or a budget for thinking, which begin
-        # there, that is elsewhere.
+        # Some drafters draft nothing at the beginning of an output, so the output is said to have begun with the
+        # prompt; not with a grammar or a budget for thinking, which begin with the output.
         is_held = grammar is not None or sequence.request.thinking is not None
         text_start = num_prompt if is_held else 0
         found[_Prefix(tuple(sequence.tokens[:length]), most, grammar, text_start)] = None
@@ -286,8 +286,8 @@ def _candidates(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
 
 
 def _draw_once(session: Session, like: Request, prefix: _Prefix, draws: range) -> list[tuple[list[int], int]]:
-    """(tokens, number of new tokens) after a speculated step from the prefix, for each draw that had a draft. The
-    requests are like the given one, without its stop words.
+    """(tokens, number of new tokens) after the first step from the prefix, for each draw whose step had a draft. The
+    requests are like the given request, without its stop words.
     """
     requests = [
         replace(

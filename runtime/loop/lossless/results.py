@@ -70,8 +70,8 @@ class DistributionCheck:
     power: Share
     """Probability of detecting a fault of size `detectable_total_variation`."""
     detectable_total_variation: Share | None
-    """The smallest fault that would have been found with probability `power`, as a mean over num_tokens; None if there
-    is none.
+    """The smallest total variation that would have been found with probability `power`, as a mean over num_tokens; None
+    if none up to 0.4 would have been found.
     """
     required_total_variation: Share
     """Largest detectable_total_variation with which the check can pass; above it there is too little to tell."""
