@@ -35,9 +35,7 @@ if TYPE_CHECKING:  # a request without a grammar does not wait for it
 _MOST_COMPILED, _MOST_COMPILED_BYTES, _MOST_REFUSED = 64, 256 << 20, 128
 """Numbers of compiled grammars and of their bytes that are kept, and number of refused grammars that are remembered."""
 MOST_COMPILING, _MOST_SLOW = 32, 8
-"""Grammars that threads may wait for at once: in all, and of the grammars that take longer than `_QUICK_S` seconds of a
-core.
-"""
+"""Grammars that threads may wait for at once: in all, and of those that take more than `_QUICK_S` of a core."""
 _QUICK_S = 0.05
 _MOST_LIVE_BYTES = 1 << 30
 """Bytes of all grammars of running requests."""
@@ -68,9 +66,7 @@ class CompiledGrammar:
 
 
 class Mask:
-    """Tokens that may come next at a position. `indices` are the allowed or the forbidden tokens, whichever list is
-    shorter.
-    """
+    """Tokens that may come next. `indices` are the allowed or the forbidden tokens, whichever list is shorter."""
 
     def __init__(self, allowed: NDArray[np.bool_]) -> None:
         self.allowed = allowed
@@ -250,7 +246,8 @@ class Matcher:
             mask = self._last[-1]
         else:
             mask = self._read_mask(bits, is_whole=is_whole)
-        if not mask.forbids and len(mask.indices) == 1 and self._forces_too_much():
+        is_only = not mask.forbids and len(mask.indices) == 1
+        if is_only and len(self._matcher.compute_ff_bytes()) > MOST_FORCED_BYTES:
             return self._nothing(ENDLESS)
         self._last = list(self._tokens), bits, is_whole, mask
         return mask
@@ -261,9 +258,6 @@ class Matcher:
         allowed[self._grammar.eos_tokens] = False
         allowed[self._ends] = is_whole
         return Mask(allowed)
-
-    def _forces_too_much(self) -> bool:
-        return len(self._matcher.compute_ff_bytes()) > MOST_FORCED_BYTES
 
     def _nothing(self, reason: str) -> Mask:
         self.error = reason
@@ -296,9 +290,7 @@ class Grammars:
                 self._prover.close()
 
     def check(self, grammar: Grammar) -> None:
-        """UsageError for a grammar that `compiled` would refuse; FormsBusy and SpecDecError as in `compiled`. Nothing
-        is kept.
-        """
+        """Raise the errors of `compiled` for a grammar that cannot be used; nothing is kept."""
         with self._lock:
             why = self._refused.get(grammar)
             vocabulary = self._read_vocabulary()
@@ -336,9 +328,7 @@ class Grammars:
         return found.result()
 
     def _compile_for(self, waiting: "Future[CompiledGrammar]", grammar: Grammar) -> None:
-        """Compile a grammar for all threads that wait for it, and keep the result: the compiled grammar, or the reason
-        why it cannot be used.
-        """
+        """Compile a grammar for all threads that wait for it; keep it, or the reason why it cannot be used."""
         compiled: CompiledGrammar | None = None
         error: BaseException | None = None
         why: str | None = None

@@ -110,9 +110,7 @@ class BlockManager:
         return copies
 
     def publish(self, sequence: Sequence) -> list[tuple[int, CachedBlock]]:
-        """Insert the sequence's computed tokens into the trie; returns the blocks that hold them, with
-        their content.
-        """
+        """Insert the sequence's computed tokens into the trie; returns the blocks with their content."""
         found: list[tuple[int, CachedBlock]] = []
         parent = _root_of(sequence)
         for i, block in enumerate(sequence.block_table):
@@ -132,9 +130,7 @@ class BlockManager:
         return found
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give an admitted sequence the blocks that it lacks for `num_tokens` tokens; False, without a change, if there
-        is no room.
-        """
+        """Give an admitted sequence further blocks, for `num_tokens` tokens in all; False if too few are free."""
         num_new = self.num_blocks_for(num_tokens) - len(sequence.block_table)
         if num_new > len(self._free):
             return False
@@ -142,9 +138,7 @@ class BlockManager:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Insert the sequence's computed tokens into the trie, with block reuse, and free its blocks. Its last blocks
-        are evicted first.
-        """
+        """Publish the computed tokens (with block reuse) and free the blocks; the last block is evicted first."""
         if self._reuse:
             self.publish(sequence)
         for block in reversed(sequence.block_table):
@@ -175,15 +169,11 @@ class BlockManager:
         assert all(self._children.values()), "an empty level of the trie was kept"
 
     def holds(self, block: int, content: CachedBlock) -> bool:
-        """True if the block still has this content. Any thread may ask: if the answer is True, the bytes that it read
-        before are right.
-        """
+        """True if the block still has this content: then the bytes that any thread has read before are right."""
         return self._nodes.get(block) is content
 
     def _match(self, sequence: Sequence, most: int) -> tuple[list[int], tuple[int, int] | None]:
-        """Published blocks that hold the sequence's first tokens, and a block that begins with some of the tokens that
-        follow.
-        """
+        """Published blocks with the sequence's first tokens, and a block that begins with some of the next tokens."""
         tokens = sequence.tokens
         shared, parent = self._match_prefix(tokens[: most + 1], _root_of(sequence))
         start = len(shared) * self.block_size
@@ -201,12 +191,10 @@ class BlockManager:
         return blocks, node
 
     def _find_partial_block(self, parent: Parent, tokens: Seq[int]) -> tuple[int, int] | None:
-        """(block, n): the block below `parent` that shares most first tokens with `tokens`, and the number of these
-        tokens.
-        """
+        """(block, n): the block below `parent` whose first n tokens are those of `tokens`, for the largest n."""
         best = None
         for candidate, block in self._children.get(parent, {}).items():
-            num_matched = _common_prefix_len(candidate, tokens)
+            num_matched = num_common(candidate, tokens)
             if num_matched > (best[1] if best else 0):
                 best = (block, num_matched)
         return best
@@ -252,13 +240,9 @@ def _root_of(sequence: Sequence) -> Parent:
     return sequence.request.cache_salt or _ROOT
 
 
-def _common_prefix_len(a: Seq[int], b: Seq[int]) -> int:
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
+def num_common(a: Seq[int], b: Seq[int]) -> int:
+    """Number of first tokens that are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 _QUANTIZED: dict[KVCacheQuantAlgo, torch.dtype] = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn}
@@ -300,9 +284,7 @@ class KVPool:
         return self.keys, [*self.values, *self.scales]
 
     def occupy(self, blocks: range) -> None:
-        """Write to all these blocks once. Memory pages that were never written to share one page of zeros, which is
-        read faster than real memory.
-        """
+        """Write to all these blocks once: unwritten pages share a page of zeros, which is read faster than memory."""
         for pool in (*self.keys, *self.values, *self.scales):
             pool[blocks.start : blocks.stop].zero_()
 
@@ -349,8 +331,6 @@ def largest_error(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def are_quantizable(numbers: Tensor) -> Tensor:
-    """True, for [...] vectors of D numbers, if the largest number is still finite when it is multiplied by its scale
-    again.
-    """
+    """True [...] where a vector's scale, times the largest number of each format, is finite; numbers [..., D]."""
     largest_again = [_scales(numbers, largest) * largest for largest in _LARGEST.values()]
     return torch.stack(largest_again).isfinite().all(0)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from runtime.core.grammar import Mask, Matcher
 from runtime.core.occurrences import NO_ENTRIES, Adjustments, Occurrences
-from runtime.core.params import GREEDY, SamplingConfig, config_fields, grammar_name
+from runtime.core.params import GREEDY, SamplingConfig, grammar_name
 from runtime.core.thinking import Rule, ThinkingBudget
 from runtime.util.errors import SpecDecError
 
@@ -61,9 +61,7 @@ class NoValidToken(SpecDecError):
 
 
 def no_token_left(position: int, fields: Seq[str]) -> NoValidToken:
-    """The error for a position at which `fields` of the request, such as `regex` and `allowed_token_ids`, together
-    forbid all tokens.
-    """
+    """The error for a position at which `fields`, such as `regex` and `allowed_token_ids`, forbid all tokens."""
     names, leave = [grammar_name(name) for name in fields], "leaves none" if len(fields) == 1 else "leave none"
     return NoValidToken(
         position,
@@ -93,9 +91,7 @@ def out_of_grammar(position: int, kind: str, reason: str) -> NoValidToken:
 
 
 class OccurrencePenalty:
-    """Subtracts `presence` from the score of each token that has occurred, and `frequency` for each time it has. Tokens
-    before `start` are not counted.
-    """
+    """Subtracts `presence` from scores of tokens that occurred from `start` on, and `frequency` for each time."""
 
     def __init__(self, presence: float, frequency: float, start: int = 0) -> None:
         self.presence, self.frequency, self.start = presence, frequency, start
@@ -133,16 +129,11 @@ class TopP:
         return scores.masked_fill(is_cut.scatter(1, tokens, is_cut), -math.inf)
 
 
-def has_penalties(params: SamplingConfig) -> bool:
-    """True if there are biases, penalties or bans."""
-    return any(getattr(params, name) != getattr(GREEDY, name) for name in config_fields("scores"))
-
-
 def penalties(params: SamplingConfig, num_prompt_tokens: int = 0) -> list[Processor]:
     """Biases, and processors that depend on earlier tokens, in the order of transformers' `generate`. transformers
     itself has no occurrence penalty.
     """
-    if not has_penalties(params):
+    if not params.has_penalties:
         return []  # before transformers is imported, which plain requests do not need
     from transformers.generation.logits_process import (
         NoBadWordsLogitsProcessor,
@@ -259,7 +250,7 @@ class Sampler:
     @cached_property
     def _occurrences(self) -> Occurrences | None:
         """Token counts; None if choices depend on the logits alone."""
-        return Occurrences(self._params, self._num_prompt_tokens) if has_penalties(self._params) else None
+        return Occurrences(self._params, self._num_prompt_tokens) if self._params.has_penalties else None
 
     def adjustments(self, prefix: list[int], draft_tokens: Seq[int]) -> Iterable[Adjustments]:
         """Score adjustments after `prefix`, and after each token of a draft that follows it."""
@@ -350,9 +341,7 @@ class Sampler:
         return torch.from_numpy(probs).to(scores.device)
 
     def choose(self, prefix: list[int], logits: Tensor) -> int:
-        """The request's own token after `prefix`: the argmax of the scores, or of the scores with the position's noise,
-        which is a sample.
-        """
+        """The request's own token after `prefix`: the argmax of the scores, with the position's noise for a sample."""
         return next(iter(choose_all([Positions(self, prefix, [], logits[None])])[0]))
 
     @property
@@ -361,9 +350,7 @@ class Sampler:
         return self.is_held or self._occurrences is not None
 
     def choose_each(self, prefix: list[int], logits: Tensor) -> Iterator[int]:
-        """Tokens at the positions from `prefix` on, from logits [positions, vocab]; only for requests whose choices do
-        not look back.
-        """
+        """Tokens from `prefix` on, by logits [positions, vocab]; only for requests whose choices do not look back."""
         places = [Positions(self, [*prefix, *[0] * i], [], row[None]) for i, row in enumerate(logits)]
         for chosen in choose_all(places):
             yield next(chosen)
@@ -382,7 +369,7 @@ class Sampler:
         """The request's own tokens after `prefix` and after each token of a draft, from `logits` [draft_len + 1,
         vocab], without the kernels. Each token is computed when it is asked for, unless all are plain argmaxes.
         """
-        if self.is_greedy and not has_penalties(self._params):
+        if self.is_greedy and not self._params.has_penalties:
             yield from self._argmaxes(prefix, self.legal(prefix, draft_tokens, logits))
             return
         prefix = list(prefix)
@@ -413,9 +400,7 @@ class Sampler:
         return self.uniform(position, f"draft from {start}")
 
     def accept_uniform(self, position: int, start: int) -> float:
-        """Uniform number for accepting the tokens before `position` of a draft that begins at `start`. It differs
-        between drafts, for the same reason as `draft_uniform`.
-        """
+        """Uniform number to accept the tokens before `position` of the draft from `start` on, as `draft_uniform`."""
         return self.uniform(position, f"accept from {start}")
 
     def uniform(self, position: int, purpose: str) -> float:
@@ -474,11 +459,6 @@ class Positions:
     is_spare: bool = False
     """True if the logits may be overwritten: a copy takes longer than applying a grammar."""
 
-    @property
-    def legal_logits(self) -> Tensor:
-        """Logits of the legal tokens; -inf for others."""
-        return self.sampler.legal(self.prefix, self.draft_tokens, self.logits, in_place=self.is_spare)
-
 
 def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
     """Choose each request's tokens at its positions. After the first token that differs from the draft, tokens may be
@@ -534,7 +514,8 @@ def kernel_arguments(asked: Seq[Positions]) -> tuple[list[Tensor], *tuple[Tensor
         np.array(bans, np.int32),
         np.array(bounds, np.int64),
     )
-    return [one.legal_logits for one in asked], *map(torch.from_numpy, arrays)
+    legal = [one.sampler.legal(one.prefix, one.draft_tokens, one.logits, in_place=one.is_spare) for one in asked]
+    return legal, *map(torch.from_numpy, arrays)
 
 
 def draw(weights: Tensor, uniform: float) -> int:

@@ -58,9 +58,7 @@ class _Kept:
     """Owner of the sequence (`Request.cache_salt`)."""
 
     def match_len(self, tokens: Seq[int], most: int) -> int:
-        """Number of first tokens, at most `most`, that are common with `tokens` and after which a sequence can
-        continue; 0 if there are none.
-        """
+        """Number of first tokens in common with `tokens`, at most `most`, after which a sequence can continue, or 0."""
         first, most = self.first, min(most, len(self.tokens))
         if (
             first > most
@@ -110,9 +108,7 @@ class StateManager:
         return not self._free and not self._kept
 
     def find(self, sequence: Sequence, most: int) -> Found | None:
-        """The kept state, within the first `most` tokens, that leaves the fewest tokens to compute. None if running
-        sequences hold all slots.
-        """
+        """The kept state of the most tokens, up to `most`; None if running sequences hold all slots."""
         if self.is_full:
             self.count(num_waits=1)
             return None
@@ -150,9 +146,7 @@ class StateManager:
         self._put(slot, _Kept(sequence.tokens[:num_tokens], span.first, sequence.is_over, sequence.request.cache_salt))
 
     def keep(self, sequence: Sequence) -> StateCopy | None:
-        """Keep the state of a running sequence's computed tokens. Returns the copy to make; None if states are not
-        reused, or if running sequences hold all slots.
-        """
+        """Keep the state after the sequence's computed tokens; returns the copy to make, None if it is not kept."""
         if not self._reuse or self.is_full:
             return None
         slot = self._allocate(NULL_SLOT)
@@ -247,10 +241,6 @@ def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tenso
     return (torch.tensor([row.state_slot for row in rows], device=pools[0].device), pools) if pools else ()
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-
-
 def copy_slot(pools: Seq[Tensor], copy: StateCopy) -> None:
     for pool in pools:
         pool[copy.destination] = pool[copy.source]
@@ -316,7 +306,8 @@ class States:
         if not sequence.num_computed or not self.manager.can_begin(sequence):
             return None
         first = self.manager.first_of(sequence).to_bytes(8, "little")
-        return first + b"".join(_bytes_of(pool[sequence.state_slot]).numpy().tobytes() for pool in self._all_pools)
+        rows = [pool[sequence.state_slot].cpu().view(-1).view(torch.uint8) for pool in self._all_pools]
+        return first + b"".join(row.numpy().tobytes() for row in rows)
 
     def load(self, sequence: Sequence, num_tokens: int, saved: bytes) -> None:
         """Give a sequence the state after its first `num_tokens` tokens, from the bytes of `saved`."""

@@ -127,9 +127,7 @@ class ThinkingBudget:
         return state.is_open and state.num_thought >= self._budget
 
     def _place(self, state: _State) -> int:
-        """Number of tokens of the end tag that are there already, including tokens with which the model itself began
-        it.
-        """
+        """Number of tokens of the end tag that are there already, whether forced or begun by the model itself."""
         end, last = self._thinking.end_tokens, state.last
         if state.num_forced:
             return state.num_forced

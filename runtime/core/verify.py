@@ -33,9 +33,7 @@ def verify_all(
 
 
 def compute_masks_ahead(sequences: Seq[Sequence], drafts: Seq[Draft]) -> None:
-    """Begin to compute the grammar masks that `verify_all` will apply to these drafts, while the target computes its
-    step.
-    """
+    """Begin to compute the grammar masks for `verify_all`, while the target computes its step."""
     for sequence, draft in zip(sequences, drafts, strict=True):
         matcher = sequence.sampler.matcher
         if matcher is not None and not _is_by_probs(sequence, draft):

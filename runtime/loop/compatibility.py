@@ -105,9 +105,7 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: boo
 
 
 def _warn_of_size(draft: Bundle, target: Bundle) -> None:
-    """Warn if the draft model is the target itself or has more bytes of weights: its drafts then cost as much as the
-    target's own tokens.
-    """
+    """Warn if the draft model is the target itself, or larger: its drafts then cost as much as the target's tokens."""
     if draft.directory.resolve() == target.directory.resolve():
         warnings.warn(
             "the draft model is the target itself: every draft costs more than it can save",

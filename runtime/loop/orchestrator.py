@@ -41,8 +41,10 @@ def generate(
     sequences = [Sequence.start(request) for request in requests]  # their clocks run while they wait for their group
     for start in range(0, len(sequences), engine.max_batch_size):
         group = sequences[start : start + engine.max_batch_size]
+        running = deque(group)
         try:
-            yield from _generate_group(engine, group, drafter, max_draft_len, times)
+            while running:
+                yield from engine.turns.take_with_room(partial(_step, engine, running, drafter, max_draft_len, times))
         finally:
             engine.turns.do_or_leave(partial(release_all, engine, drafter, group))
     raise_first_error(sequences)
@@ -77,14 +79,6 @@ def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int
     return sequence
 
 
-def _generate_group(
-    engine: Engine, group: Seq[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
-) -> Generator[tuple[Sequence, list[int]]]:
-    running = deque(group)
-    while running:
-        yield from engine.turns.take_with_room(partial(_step, engine, running, drafter, max_draft_len, times))
-
-
 def _step(
     engine: Engine, running: deque[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
 ) -> Stepped | None:
@@ -92,11 +86,13 @@ def _step(
     start, step_time_s = time.perf_counter(), engine.step_time_s
     admitted: list[Sequence] = []
     try:
-        _admit(engine, running, admitted)
-        while not admitted:
-            if not make_room(engine, None, running[0].request):
+        while running:
+            if engine.admit(running[0]):
+                admitted.append(running.popleft())
+            elif admitted:
+                break
+            elif not make_room(engine, None, running[0].request):
                 return None
-            _admit(engine, running, admitted)
         times.num_preemptions += len(running)
         stepped = step(engine, drafter, admitted, max_draft_len, times)
     finally:
@@ -107,11 +103,3 @@ def _step(
     running.extend(s for s in admitted if not s.is_over)
     times.wall_s += time.perf_counter() - start
     return stepped
-
-
-def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:
-    """Admit sequences from the front of `running` as long as they fit the cache. The others come first in the next
-    step.
-    """
-    while running and engine.admit(running[0]):
-        admitted.append(running.popleft())

@@ -223,9 +223,7 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Give every running sequence blocks for the next step; if blocks are short, the last in order give theirs
-        back.
-        """
+        """Give every running sequence blocks for the next step; if blocks are short, the last in order lose theirs."""
         for sequence in list(self.running):
             while sequence in self.running and not self.engine.extend(sequence):
                 if self._release_waiting():
@@ -240,9 +238,7 @@ class Scheduler:
         return not sequence.num_unscored and sequence.num_generated > 0 and is_short
 
     def _read_on(self) -> None:
-        """Read K/V from disk, in order. While other sequences generate, this takes no longer than a piece of a prompt
-        may.
-        """
+        """Read K/V from disk, in order; beside sequences that generate, for as long as a piece of a prompt may take."""
         unread = [sequence for sequence in self._turns.in_order(self.running) if sequence.unread]
         if not unread:
             return

@@ -79,9 +79,7 @@ def judge(engine: Engine, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[
 
 
 def commit(sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[VerifyResult | NoValidToken]) -> Stepped:
-    """Append the accepted tokens of each verdict and the target's own token; if a sequence cannot be continued, keep
-    its error.
-    """
+    """Append each verdict's tokens to its sequence; a sequence that cannot be continued keeps the error."""
     stepped = []
     for sequence, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
         if isinstance(verdict, NoValidToken):

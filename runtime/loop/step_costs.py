@@ -1,6 +1,4 @@
-"""Measures the costs of an engine's steps: when it is built, or when they are first needed
-(`runtime.checkpoint.costs`).
-"""
+"""Measures the costs of an engine's steps, at its build or when they are needed (`runtime.checkpoint.costs`)."""
 
 import time
 from dataclasses import replace
@@ -92,7 +90,7 @@ def measure_steps(
     first.
     """
     build = engine.config.build_config
-    have = {(cost.batch_size, cost.context_len, cost.num_tokens) for cost in known}
+    have = set(map(_cell_of, known))
     room = engine.num_cache_tokens // build.tokens_per_block
     groups = [
         group
@@ -118,8 +116,11 @@ def measure_steps(
                 if not _is_piece(build, cell):
                     time_cell(engine, *cell, by_copy=by_copy)
                 seconds.setdefault(cell, []).append(time_cell(engine, *cell, by_copy=by_copy))
-    measured = _costs(seconds)
-    return (*(cost for cost in known if (cost.batch_size, cost.context_len, cost.num_tokens) not in seconds), *measured)
+    return (*(cost for cost in known if _cell_of(cost) not in seconds), *_costs(seconds))
+
+
+def _cell_of(cost: StepCost) -> Cell:
+    return cost.batch_size, cost.context_len, cost.num_tokens
 
 
 def _costs(seconds: dict[Cell, list[float]]) -> tuple[StepCost, ...]:
@@ -213,18 +214,14 @@ def _is_piece(build: BuildConfig, cell: Cell) -> bool:
 def _num_blocks(build: BuildConfig, cell: Cell) -> int:
     """Number of blocks of all rows together."""
     batch_size, context_len, num_tokens = cell
-    return batch_size * _blocks_of_row(build, context_len + num_tokens)
-
-
-def _blocks_of_row(build: BuildConfig, num_tokens: int) -> int:
-    return -(-num_tokens // build.tokens_per_block)
+    return batch_size * -(-(context_len + num_tokens) // build.tokens_per_block)
 
 
 def _rows(engine: Engine, batch_size: int, context_len: int, num_tokens: int, num_logits: int) -> list[Row]:
     """Rows of `batch_size` sequences, each with blocks of its own, for which the cache must have room. Their tokens are
     random, so that in a mixture of experts they are computed by different experts.
     """
-    num_blocks = _blocks_of_row(engine.config.build_config, context_len + num_tokens)
+    num_blocks = _num_blocks(engine.config.build_config, (1, context_len, num_tokens))
     starts = islice(count(1, num_blocks), batch_size)
     words = range(engine.config.vocab_size)
     return [

@@ -105,9 +105,7 @@ def detectable_total_variation(
 
 
 def power_of(noncentrality: float, degrees_of_freedom: float, critical: float) -> float:
-    """Probability that a noncentral chi-squared statistic exceeds `critical`: a mean over central statistics with
-    Poisson weights (Patnaik, 1949).
-    """
+    """Probability that a noncentral statistic exceeds `critical`: a Poisson mean of central ones (Patnaik, 1949)."""
     if not noncentrality:
         return p_value_of(critical, degrees_of_freedom)
     mean = noncentrality / 2

@@ -34,9 +34,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCheck:
-    """Comparison of outputs with a drafter and without, token by token: greedy outputs, or samples drawn by the target
-    itself.
-    """
+    """Comparison of outputs with a drafter and without, token by token: greedy, or samples by a seed."""
 
     rule: Literal["tokens"]
     num_samples: Size
