@@ -159,7 +159,7 @@ def check_distribution(session: Session, sequences: Seq[Sequence], advance: Call
             draws = range(start, min(start + session.engine.max_batch_size, num_draws))
             for tokens, num_new in _draw_once(session, prefix, draws):
                 for i in range(len(tokens) - num_new, len(tokens)):
-                    counts[replace(prefix, prompt_tokens=tuple(tokens[:i]), max_new_tokens=1)][tokens[i]] += 1
+                    counts[_request_after(prefix, tokens[:i])][tokens[i]] += 1
         advance()
     chi_squared, degrees_of_freedom, num_distributions, num_counted = 0.0, 0, 0, 0
     for text, counter in counts.items():
@@ -214,6 +214,14 @@ def _num_draws_per_prefix(distributions: list[Tensor]) -> int:
     return NUM_DRAWS_PER_PREFIX[0]
 
 
+def _request_after(prefix: Request, tokens: list[int]) -> Request:
+    """The request for the token behind `tokens`: the prefix's prompt, and tokens that were drawn after it."""
+    num_drawn, sampling = len(tokens) - len(prefix.prompt_tokens), prefix.sampling
+    if sampling.min_tokens:
+        sampling = replace(sampling, min_tokens=max(sampling.min_tokens - num_drawn, 0))
+    return replace(prefix, prompt_tokens=tuple(tokens), max_new_tokens=1, sampling=sampling)
+
+
 def _distribution(session: Session, prefix: Request) -> Tensor:
     """The target's probabilities `[vocab]` of the token after the request's prompt, from a step without a draft."""
     request, text = replace(prefix, max_new_tokens=1), list(prefix.prompt_tokens)
@@ -236,6 +244,7 @@ def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> tuple[list[R
 def _candidates(session: Session, sequences: Seq[Sequence]) -> list[Request]:
     """Requests whose prompts are these sequences' prompts with some of their output's tokens."""
     like = replace(sequences[0].request, stop_check=None, keep_logits=False, num_logprobs=None)
+    like = replace(like, sampling=replace(like.sampling, penalize_prompt=True))  # prompts end at different tokens
     rng = random.Random(like.sampling.random_seed)
     engines = [session.engine, *([session.draft_engine] if session.draft_engine else [])]
     max_input_len = min(engine.config.build_config.max_input_len for engine in engines)
