@@ -14,6 +14,7 @@ number of the format. Each number is divided by its scale, and stored as the nea
 are as near, as the even one. The CPU's kernel rounds in the same way.
 """
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -60,6 +61,7 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._nodes: dict[int, CachedBlock] = {}  # block -> its node
         self._children: dict[Parent, dict[tuple[int, ...], int]] = {}  # node -> tokens -> block
+        self._sorted: dict[Parent, list[tuple[int, ...]]] = {}  # node -> tokens of its children, in order
         self._next_node_id = _ROOT + 1
         self.on_evict: Callable[[int, CachedBlock], None] | None = None
         """Called with a block, and its content, before the content may be overwritten."""
@@ -123,6 +125,7 @@ class BlockManager:
                 self._evict(block)
                 self._nodes[block] = CachedBlock(self._next_node_id, parent, tokens)
                 self._children.setdefault(parent, {})[tokens] = block
+                bisect.insort(self._sorted.setdefault(parent, []), tokens)
                 self._next_node_id += 1
                 existing = block
             found.append((existing, self._nodes[existing]))
@@ -167,6 +170,7 @@ class BlockManager:
             assert self._children[node.parent][node.tokens] == block
             assert 0 < len(node.tokens) <= self.block_size
         assert all(self._children.values()), "an empty level of the trie was kept"
+        assert self._sorted == {parent: sorted(children) for parent, children in self._children.items()}
 
     def holds(self, block: int, content: CachedBlock) -> bool:
         """True if the block still has this content: then the bytes that any thread has read before are right."""
@@ -191,13 +195,14 @@ class BlockManager:
         return blocks, node
 
     def _find_partial_block(self, parent: Parent, tokens: Seq[int]) -> tuple[int, int] | None:
-        """(block, n): the block below `parent` whose first n tokens are those of `tokens`, for the largest n."""
-        best = None
-        for candidate, block in self._children.get(parent, {}).items():
-            num_matched = num_common(candidate, tokens)
-            if num_matched > (best[1] if best else 0):
-                best = (block, num_matched)
-        return best
+        """(block, n): the block below `parent` whose first n tokens are those of `tokens`, for the largest n. In sorted
+        order it stands beside the place of `tokens`, however many blocks there are.
+        """
+        siblings = self._sorted.get(parent, [])
+        place = bisect.bisect_left(siblings, tuple(tokens))
+        beside = siblings[max(place - 1, 0) : place + 1]
+        num_matched, best = max(((num_common(one, tokens), one) for one in beside), default=(0, ()))
+        return (self._children[parent][best], num_matched) if num_matched else None
 
     def _reuse_partial_block(self, source: int, num_matched: int) -> int:
         """A block of our own that starts with the first `num_matched` tokens of `source`: the source itself, or a block
@@ -222,8 +227,10 @@ class BlockManager:
         node = self._nodes.pop(block, None)
         if node is not None:
             del self._children[node.parent][node.tokens]
-            if not self._children[node.parent]:
-                del self._children[node.parent]
+            siblings = self._sorted[node.parent]
+            del siblings[bisect.bisect_left(siblings, node.tokens)]
+            if not siblings:
+                del self._children[node.parent], self._sorted[node.parent]
 
     def _allocate(self) -> int:
         block = next(iter(self._free))
