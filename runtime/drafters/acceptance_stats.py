@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Generic, TypeVar
 
+from runtime.core.kv_cache import num_common
 from runtime.core.request import Draft, Sequence
 
 _MATCH_LENS = (0, 1, 2, 3, 4, 6, 9, 16)
@@ -193,11 +194,3 @@ def _first_guesses(match_class: int, num: int) -> list[float]:
 
 def _class_of(match_len: int) -> int:
     return _MATCH_LENS[bisect_right(_MATCH_LENS, match_len) - 1]
-
-
-def num_common(left: list[int], right: list[int]) -> int:
-    """Length of the common prefix."""
-    length = min(len(left), len(right))
-    if left[:length] == right[:length]:
-        return length
-    return next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)

@@ -132,7 +132,7 @@ def places_of(batches: Batches) -> list[range]:
 
 def answer_batch(question: Question, session: Session, batch: list[list[int]], place: range) -> list[SystemRun]:
     """Answers to a batch, with the drafter and without, each from an empty cache."""
-    names: list[SystemName] = ["engine", "engine_no_drafter"] if session.has_drafter else ["engine"]
+    names: list[SystemName] = ["engine", "engine_no_drafter"] if session.opened else ["engine"]
     return [_run_engine_batch(question, session, batch, place, name) for name in names]
 
 
