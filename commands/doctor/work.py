@@ -1,6 +1,4 @@
-"""Work of `doctor`: chooses prompts that fit the engine, observes and diagnoses it, and returns an exit code. Every
-finding has a remedy.
-"""
+"""Work of `doctor`: chooses prompts that fit the engine, diagnoses it, and shows a remedy for each finding."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -273,8 +271,8 @@ def _requests(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> list[R
 
 
 def _own_requests(llm: LLM, params: SamplingParams, speculation: Speculation) -> list[Request]:
-    """Requests made of the shipped articles, each cut to its last tokens that fit the engine, the draft engine and the
-    K/V cache.
+    """Requests made from the shipped articles, each cut to its last tokens that fit the engine, the draft engine and
+    the K/V cache.
     """
     if llm.tokenizer is None:
         raise SpecDecError(

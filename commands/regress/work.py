@@ -48,8 +48,9 @@ class Regressed:
     num_foreign: int = 0
     """Lines of the file that are not answers."""
     places: "array[int]" = field(default_factory=lambda: array("q"))
-    """Counts by position of the first token that differs."""
+    """Position of the first token that differs, for each answer that changes."""
     gaps: "array[float]" = field(default_factory=lambda: array("d"))
+    """Logits of the new engine between its token and the old one at these positions, where they are known."""
     shown: list[tuple[int, Compared]] = field(default_factory=list)
     """The first answers that change, with their indices in `answers`."""
     texts: list[tuple[str, str]] = field(default_factory=list)
@@ -74,7 +75,7 @@ class Regressed:
 
 
 def compare_answers(options: RegressOptions, choice: EngineChoice, output: Output) -> None:
-    """Compare, show and write; exits with 1 if more answers diverge than may."""
+    """Compare, show and write; exits with 1 if an answer cannot be compared, or if more answers diverge than may."""
     with ExitStack() as stack:
         made = stack.enter_context(engines_made(choice, output))
         llm = stack.enter_context(open_engine(made))

@@ -60,7 +60,9 @@ class SpecialIds:
 def call_grammar(
     calls: Calls, form: ToolFormat, reasoning: ReasoningFormat | None, special: SpecialIds, *, in_reasoning: bool
 ) -> str | None:
-    """Grammar for an output, applied after its reasoning; None if nothing is constrained."""
+    """Grammar for a whole output: reasoning, if the model writes any, and then calls or text. With `in_reasoning` the
+    prompt has opened the reasoning. None if nothing is constrained.
+    """
     if calls.choice != "required" and form.starts_output and calls.schema is None:
         return None
     writer = _Writer(special, form, is_free=calls.choice == "auto")
@@ -82,13 +84,15 @@ def call_grammar(
 
 
 def schema_grammar(schema: str, reasoning: ReasoningFormat, special: SpecialIds) -> str:
-    """Grammar for JSON under a schema, applied after reasoning that the prompt has opened."""
+    """Grammar for the rest of a reasoning that the prompt has opened, and JSON under a schema behind it."""
     writer = _Writer(special, None, is_free=False)
     return writer.text(f"{writer.thought(reasoning, in_reasoning=True)} {writer.json(json.loads(schema), _STYLE)}")
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """Schema of a tool's arguments: an object without further keys, unless the schema allows them itself."""
+    """Schema of a tool's arguments: an object without further keys, unless the schema has a key such as `anyOf` or
+    `additionalProperties`, which says more.
+    """
     schema = dict(tool.parameters)
     schema.setdefault("type", "object")
     if not any(name in schema for name in _CLOSED):
@@ -122,7 +126,7 @@ class _Writer:
         return "%llguidance {}\n" + "\n".join(f"{name}: {body}" for name, body in rules.items()) + "\n"
 
     def _rule(self, name: str, body: str) -> str:
-        """Add a rule unless it exists; returns its name. A rule `name[lazy]` ends as early as it can."""
+        """Add a rule, or replace it; returns its name. A rule `name[lazy]` ends as early as it can."""
         self._rules[name] = body
         return name.partition("[")[0]
 
@@ -158,7 +162,7 @@ class _Writer:
         return f"%json {text}"
 
     def _others(self, *tags: str) -> str | None:
-        """A rule for any special token that has no rule in the grammar and does not end the output."""
+        """A rule for any special token except `tags` and those that end the output; None if there is no other."""
         used = {self._special.by_name[tag] for tag in tags if self._is_token(tag)} | self._special.end_ids
         ids = sorted(set(self._special.by_name.values()) - used)
         return f"<[{','.join(map(str, ids))}]>" if ids else None
@@ -172,7 +176,7 @@ class _Writer:
         gaps = f"({others} FREE?)*" if others else ""
         return self._rule(name, f"FREE? {gaps} {self.literal(tag)}")
 
-    # What comes before
+    # Text before calls
 
     def thought(self, reasoning: ReasoningFormat | None, *, in_reasoning: bool) -> str:
         if reasoning is None:
@@ -208,7 +212,7 @@ class _Writer:
         return f"{text}? ({others} {text}?)*" if others else f"{text}?"
 
     def _uncalled(self, tag: str) -> str:
-        """A rule for text without the tag, which consists of ordinary text."""
+        """A rule for text in which the tag, written in ordinary characters, does not occur."""
         return self._rule("UNCALLED", f"/(?s:.+)/ & ~/(?s:.*){_pattern(tag)}(?s:.*)/")
 
     # Calls
@@ -240,7 +244,9 @@ class _Writer:
         return _Section(form.open, after, self._rule("calls", f"{self.literal(form.open)} {after}"))
 
     def harmony(self, section: _Section | None, calls: Calls) -> str:
-        """Rules for gpt-oss's messages, the last of which is, or may be, a call; with `calls` None there is none."""
+        """A rule for gpt-oss's messages. The last one is a call (`required`), or may be a call (`auto`); without a
+        `section` there are no calls.
+        """
         self._rule("FREE", "/(?s:.+)/")
         kinds = '"analysis"' if calls.choice == "required" else '("analysis" | "commentary")'
         channel, message = self.literal("<|channel|>"), self.literal("<|message|>")

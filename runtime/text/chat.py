@@ -110,9 +110,7 @@ class ChatTemplate:
             raise SpecDecError(f"not a variable of a chat template: {taken[0]}", hint="leave it out")
 
     def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
-        """The conversation's tokens, up to the beginning of the output; SpecDecError if the template refuses the
-        conversation.
-        """
+        """The tokens of the text from `render`."""
         return self.tokens(self.render(messages, inputs))
 
     def tokens(self, text: str) -> list[int]:
@@ -122,8 +120,8 @@ class ChatTemplate:
         return encode_text(self._tokenizer, text)
 
     def render(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> str:
-        """The conversation's text, up to the beginning of the output; SpecDecError if the template refuses the
-        conversation.
+        """The conversation's text, up to the beginning of the output unless `inputs` say otherwise. SpecDecError if the
+        template is broken or refuses the conversation.
         """
         from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 
@@ -155,7 +153,7 @@ class ChatTemplate:
             raise SpecDecError(
                 f"a text of the conversation has half a pair of surrogates: {half!a}", hint="send whole characters"
             ) from None
-        except TemplateSyntaxError as error:  # a filter that there is none of, too
+        except TemplateSyntaxError as error:  # also for a filter that jinja does not have
             _raise_broken(error)
         except UndefinedError as error:
             raise SpecDecError(
@@ -244,7 +242,9 @@ def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
 
 
 def _is_message(message: Any) -> bool:
-    """True for a dict with a role and text, and perhaps calls or a tool's result."""
+    """True for a dict with a role and text, and perhaps calls, reasoning, or the id and name of a call that the text
+    answers. With calls, `content` may be None.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     others = set(message) - {"role", "content"}

@@ -42,8 +42,8 @@ _CHUNK_BYTES = 2**30
 
 
 class CorpusFile:
-    """A file whose bytes are read at each call. If the file was shortened, fewer bytes are returned. The caller has to
-    check that the file is still the same.
+    """An open file whose bytes are read at each call. If the file was shortened, fewer bytes are returned; so the
+    caller has to call `check_is_the_same`.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -58,7 +58,7 @@ class CorpusFile:
         def read(position: int) -> bytes:
             try:
                 return pread(descriptor, num_bytes, base + 4 * position)
-            except OSError as error:  # also if a row points outside the opened file
+            except OSError as error:  # also if a row of the suffix array points outside the file
                 self.check_is_the_same()
                 raise SpecDecError(
                     f"the corpus cannot be read ({error.strerror}): {self._path}", hint=DAMAGED, code="damaged_corpus"
@@ -168,7 +168,7 @@ class _Run(NamedTuple):
 
 
 class Corpus:
-    """An open corpus. A lookup reads only the bytes it needs."""
+    """An open corpus. A lookup in a file that was not read into memory reads only the bytes that it needs."""
 
     def __init__(self, path: Path, info: CorpusInfo, data: bytes | CorpusFile, offsets: dict[str, Range]) -> None:
         self.path, self.info, self._bytes = path, info, data
@@ -181,14 +181,14 @@ class Corpus:
             self._rows = Rows(data, start, info.num_tokens, row_bytes)
         else:
             self._rows = memoryview(data)[start:end].cast("i" if row_bytes == 4 else "q")
-        # What follows the most frequent n-grams takes longest to find, and is asked for most often.
+        # The runs of the most frequent n-grams take longest to find, and are asked for most often.
         self._runs = lru_cache(_NUM_KEPT)(self._find_runs)
         self._rows_of = lru_cache(None)(self._find_rows)  # as many as there are tokens
 
     @classmethod
     def open(cls, path: Path) -> "Corpus":
         """The corpus in a file. SpecDecError if the file does not exist, is not a corpus, has another format, or has
-        changed since it was written. A file that has not changed since it was last opened is not read completely.
+        changed since it was written. The digest of a file is computed again only if the file has changed.
         """
         with _open_file(path) as file:
             stamp = stamp_of(os.fstat(file.fileno()))
@@ -252,8 +252,8 @@ class Corpus:
         """The occurrences, with a token behind them, of the longest suffix of `tail` that has `min_size` to `max_size`
         tokens; None if no such suffix occurs.
 
-        If an n-gram occurs its suffixes occur too, so the size is found by bisection. SpecDecError if the file has
-        changed.
+        If an n-gram occurs, its suffixes occur too, so the size is found by bisection. SpecDecError as from
+        `check_is_the_same`.
         """
         encoded = _encode(tail[-max_size:])
         longest = len(encoded) // _TOKEN_BYTES
@@ -271,7 +271,7 @@ class Corpus:
         if found is not None:
             size, start = found
             match = Match(size, start, self._end_row(encoded[-_TOKEN_BYTES * size :], start))
-        self.check_is_the_same()  # now: the bytes read before came from the opened file
+        self.check_is_the_same()  # afterwards, so that it covers all bytes that were read
         return match
 
     def continuation(self, match: Match, max_len: int) -> list[Continuation]:

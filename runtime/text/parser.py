@@ -98,7 +98,9 @@ class OutputForm:
         return self.reasoning is None and not self.tools and not is_harmony
 
     def is_in_reasoning(self, prompt: str) -> bool:
-        """True if this prompt, or its end, has opened reasoning and not closed it. The text includes special tokens."""
+        """True if this prompt, which may be its end alone, ends with the tag that opens reasoning, and white space. The
+        text includes special tokens.
+        """
         if self.reasoning is None:
             return False
         opened, closed = prompt.rfind(self.reasoning.open.strip()), prompt.rfind(self.reasoning.close)
@@ -184,7 +186,7 @@ class OutputParser:
         said, self._said = self._said, []
         return said
 
-    # What is told
+    # Reports
 
     def _say(self, kind: Literal["content", "reasoning", "call", "arguments"], text: str) -> None:
         if text or kind == "call":
@@ -224,7 +226,7 @@ class OutputParser:
         self._num_calls += 1
         self._say("call", name)
 
-    # What is read
+    # Reading
 
     def _more(self) -> Generator[None, None, bool]:
         """Wait for more output; False if no more comes."""
@@ -249,7 +251,7 @@ class OutputParser:
             say(self._text[self._at : end])
             self._at = end
             if not (yield from self._more()):
-                if not (self._is_cut and self._num_calls):  # or it is the beginning of a further call's tag
+                if not (self._is_cut and self._num_calls):  # else the rest begins the tag of a further call
                     say(self._text[self._at :])
                 self._at = len(self._text)
                 return None
@@ -296,7 +298,7 @@ class OutputParser:
             if not text.startswith(rest):
                 return False
             if not (yield from self._more()):
-                self._at = len(self._text) if self._is_cut else self._at  # a tag that was cut off
+                self._at = len(self._text) if self._is_cut else self._at  # the rest is a tag that was cut off
                 return False
 
     def _expect(self, text: str) -> Reading:
@@ -593,7 +595,7 @@ class OutputParser:
             raise _Unfinished
         self._say_arguments('"')
 
-    # Calls in notations of their own, told when they are whole
+    # Calls in notations of their own, reported when they are complete
 
     def _read_python(self) -> Reading:
         parts: list[str] = []
@@ -665,7 +667,7 @@ class _Trimmed:
 
 
 class _Framed:
-    """Reports a text without one line break at its start and one at its end."""
+    """Reports a text without one `frame`, such as a line break, at its start and one at its end."""
 
     def __init__(self, say: Say, frame: str) -> None:
         self._say, self._frame, self._held, self._has_begun = say, frame, "", not frame

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 
 from runtime.checkpoint.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8 decode to
-_MAX_PENDING = 3  # bytes of an unfinished character
-_CONTEXT = 16  # tokens that others are decoded after, where tokens do not stand for bytes
+REPLACEMENT = "\ufffd"  # the text of bytes that are not UTF-8
+_MAX_PENDING = 3  # most bytes of an unfinished character
+_CONTEXT = 16  # number of tokens before a token with which it is decoded, where tokens do not stand for bytes
 _SPACE = "▁"
 
 
@@ -125,7 +125,7 @@ def _sentence_piece(token: str) -> bytes:
 
 
 def _byte_fallback(token: str) -> bytes:
-    """The byte of a token such as `<0xE4>`."""
+    """The byte of a token such as `<0xE4>`; the bytes of any other token as in SentencePiece."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes.fromhex(token[3:5])
@@ -159,8 +159,8 @@ class _OfBytes:
         return self._own(self._decoder.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
-        """The text of these tokens alone. A U+FFFD for a character that began before them and was never completed is
-        left out.
+        """The text of these tokens alone. The U+FFFD of a character that began before them, and that they do not
+        complete, is left out.
         """
         if text:
             text, self._shown_before = text.removeprefix(self._shown_before), ""

@@ -47,7 +47,7 @@ def check_category(row: dict[str, object], where: str) -> str | None:
 
 
 def check_ids(values: object, where: str) -> tuple[int, ...]:
-    """`values` if they are token ids, at least one. Raises SpecDecError, naming `where`, otherwise."""
+    """`values` as a tuple if they are token ids, at least one. Raises SpecDecError, naming `where`, otherwise."""
     if not isinstance(values, list):
         raise SpecDecError(f"{where} is not a list: {shown(values)}", hint="give a list of token ids")
     if not values:

@@ -11,4 +11,4 @@ def collect_rarely() -> None:
     of the import.
     """
     gc.set_threshold(50_000, 20, 100)
-    atexit.register(gc.freeze)  # the last collection too, of a process that gives all back anyway
+    atexit.register(gc.freeze)  # spares the last collection: the process gives all its memory back anyway

@@ -34,7 +34,9 @@ _UNLIMITED = 1 << 60  # version 1 writes a number near 2^63
 
 
 def free_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
-    """Free memory in bytes. Cached file pages of a group count as free, since they are given up when needed."""
+    """Free memory in bytes: the least that the machine and each group leave. A group's inactive cached file pages count
+    as free, since they are given up when needed.
+    """
     groups = groups_above("memory", root, membership)
     left = (left for version, directory in groups for left in _left_by(directory, *_FILES[version]))
     return min([int(psutil.virtual_memory().available), *left])
@@ -59,7 +61,9 @@ def cores() -> set[int]:
 
 
 def num_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
-    """Number of cores by affinity, or their share of time by control groups: 1.5 for 150 ms in every 100 ms."""
+    """Number of cores by affinity, or by the smallest quota of the control groups, whichever is less. A quota of 150 ms
+    in every 100 ms is 1.5 cores.
+    """
     quotas = (_quota_of(directory) for _, directory in groups_above("cpu", root, membership))
     return min([float(len(cores())), *(quota for quota in quotas if quota is not None)])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @cache
 def machine_name() -> str:
-    """The machine's name: `AMD EPYC 9B14, 2 cores`, or `aarch64, 1 core` if Linux does not name the processor."""
+    """The machine's name: `AMD EPYC 9B14, 2 cores`, or `aarch64, 1 core` if the system does not name the processor."""
     num_cores = len(os.sched_getaffinity(0))
     return f"{_processor_name()}, {num_cores} core{'' if num_cores == 1 else 's'}"
 

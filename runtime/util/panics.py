@@ -17,7 +17,9 @@ _lock = Lock()
 
 
 class _Held:
-    """The process's state: the threads inside a block, and the two files."""
+    """State of the process: the number of blocks that threads are in, and the descriptors of the real standard error
+    and of the file in its place.
+    """
 
     is_command = False
     num_blocks = 0

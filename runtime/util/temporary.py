@@ -55,7 +55,7 @@ def _made_in(parent: Path) -> Path:
 
 
 def _remove(directory: Path, process_id: int, lock: ExitStack) -> None:
-    """Remove the directory, unless this process is a fork: it does not own the directory."""
+    """Remove the directory, unless this process is a fork, which does not own it."""
     if os.getpid() == process_id:
         shutil.rmtree(directory, ignore_errors=True)
         lock.close()

@@ -97,14 +97,14 @@ class CacheUse:
     num_iterations: int
     num_blocks: int
     num_findable: int
-    """Tokens of prompts that had been answered before, in full blocks."""
+    """Tokens of repeated prompts that fill a block, except each prompt's last token."""
     num_found: int
-    """Tokens of repeated prompts that were reused."""
+    """Those of these tokens that were found in the cache."""
 
 
 @dataclass(frozen=True)
 class StateUse:
-    """Use of the slots of states. The prompts were asked three times; hits and misses are those of the third time."""
+    """Use of the slots of states. The prompts were admitted three times; hits and misses are from the third time."""
 
     stats: StateStats
     num_slots: int
@@ -112,7 +112,7 @@ class StateUse:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of the fastest of many equal steps, and its time when the engine was built."""
+    """Seconds of the fastest of many equal steps now, and the cost of such a step when the engine was built."""
 
     cost: StepCost
     seconds: float
@@ -165,8 +165,8 @@ MIN_DRAFTS_PER_HALF = 24
 MIN_EARLY_ACCEPTANCE = 0.3
 MIN_Z = 4.0
 MIN_MISSES, MAX_MISSES = 3, 0.4
-"""Misses of a state that are normal for a beginning of prompts: the second prompt with that beginning misses, and keeps
-the state for later ones.
+"""Prompts whose state was missing: a fault needs 3 of them, and more than this share. Some are normal: the second
+prompt with the same beginning misses the state, and keeps it for later ones.
 """
 LARGE_MEMORY = 256 << 20
 """Bytes of weights and K/V beyond which huge pages matter: less memory needs few pages of any size."""
@@ -174,8 +174,8 @@ LARGE_MEMORY = 256 << 20
 
 @dataclass(frozen=True)
 class Judgement:
-    """A number beside its limit. `is_fault` is True if it is on the wrong side. The message says what the number
-    measures.
+    """A number and its limit. `is_fault` is True if the number is on the wrong side, and matters. The message says what
+    it measures.
     """
 
     number: float
@@ -410,7 +410,7 @@ def reuse_never_hits(observed: Observations) -> Judgement | None:
 
 
 def state_slots_full(observed: Observations) -> Judgement | None:
-    """Number of waits for a slot, and of evicted states if prompts missed some: nobody looked for the others."""
+    """Number of waits for a slot, and of evicted states if any prompt missed a state: otherwise nobody needed them."""
     if observed.states is None:
         return None
     stats = observed.states.stats

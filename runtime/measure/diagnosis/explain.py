@@ -110,7 +110,7 @@ def explain(llm: LLM, speculation: Speculation, request: Request) -> Explanation
 
 
 def _choosing(drafter: Drafter) -> Iterator[AdaptiveDrafter]:
-    """The drafters that choose draft lengths by what pays, the outermost first."""
+    """The drafters that choose automatic draft lengths, the outermost first."""
     if isinstance(drafter, AdaptiveDrafter):
         yield drafter
     if isinstance(drafter, CompositeDrafter):
@@ -122,7 +122,7 @@ def _watch_leaves(drafter: CompositeDrafter | Drafter, seen: _Seen, speculation:
     """Have each drafter that consists of no others watched, under the name that flags use."""
     names = [part for one in speculation for part in one.parts]
     found = list(_places(drafter))
-    if any(isinstance(holder, BestOf) for holder, _ in found):  # which has lookups before models
+    if any(isinstance(holder, BestOf) for holder, _ in found):  # a BestOf holds lookups before models
         kinds = {one.name: one.is_model for one in speculation}
         names.sort(key=lambda name: kinds.get(name, False))
     for number, (holder, place) in enumerate(found):
@@ -131,7 +131,7 @@ def _watch_leaves(drafter: CompositeDrafter | Drafter, seen: _Seen, speculation:
 
 
 def _places(drafter: Drafter) -> Iterator[tuple[CompositeDrafter, int]]:
-    """References to the drafters that consist of no others."""
+    """Each drafter that consists of no others, as the drafter that holds it and its index in `members`."""
     for place, member in enumerate(drafter.members if isinstance(drafter, CompositeDrafter) else ()):
         assert isinstance(drafter, CompositeDrafter)
         if isinstance(member, CompositeDrafter):

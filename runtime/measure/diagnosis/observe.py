@@ -72,7 +72,7 @@ def measure(
     requests: Seq[Request],
     phase: Phase,
 ) -> Observations:
-    """Observations of an engine at its prompts. `draft_model` is `examine_draft_model`'s."""
+    """Observations of an engine that answers these requests. `draft_model` comes from `examine_draft_model`."""
     can_draft = bool(speculation) and (draft_model is None or draft_model.can_draft)
     with ExitStack() as stack:
         session = llm.open_session(speculation if can_draft else NO_SPECULATION, stack)
@@ -117,7 +117,7 @@ def measure(
 
 
 def examine_draft_model(llm: LLM, speculation: Speculation) -> DraftModelPair | None:
-    """Compare the draft model with the target before it is opened; None if there is no draft model."""
+    """Compare the draft model with the target, before the draft model is opened; None if there is none."""
     for one in speculation:
         if one.draft_model is not None:
             with draft_engine_errors():
@@ -164,7 +164,7 @@ def _names_by_kind(speculation: Speculation) -> tuple[list[str], list[str]]:
 
 
 def _find_again(engine: Engine, requests: Seq[Request]) -> tuple[int, int]:
-    """Number of prompt tokens in full blocks, and how many of them the K/V cache still holds."""
+    """Number of tokens that could be found again of prompts that fill a block, and number of those in the K/V cache."""
     num_findable = num_found = 0
     block_size = engine.config.build_config.tokens_per_block
     for request in requests:
@@ -267,7 +267,7 @@ def _spread(costs: list[StepCost]) -> list[StepCost]:
 
 
 def _look_at_weights(path: Path) -> Weights:
-    """Inspect weights by their bits: arithmetic would flush denormal numbers to 0."""
+    """Inspect up to 262,144 numbers of each weight by their bits: arithmetic would flush denormal numbers to 0."""
     num_sampled = num_denormal = 0
     with path.open("rb") as file:
         for tensor in read_header(file).tensors.values():
@@ -376,7 +376,7 @@ def examine_machine(when_built: MachineSpeed | None, memory_bytes: int) -> Machi
 
 
 def _cpu_share() -> float:
-    """Share of the processor that this thread gets: the largest in a few short windows."""
+    """Share of the time for which this thread has a core: the largest in a few windows of 150 ms."""
     share = 0.0
     for _ in range(_NUM_WINDOWS):
         if share > _ENOUGH:

@@ -27,7 +27,7 @@ _ONE_VALUE = "one value each"
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric that both documents have. `of_request` is None if a document has a single value of it."""
+    """A metric of a document. `of_request` gives its value for a request; None if a document has one value only."""
 
     name: str
     title: str
@@ -179,7 +179,7 @@ def _interval_of(metric: Metric, a: Record, b: Record, matching: _Matching) -> t
     values_a, values_b = (_logs(metric.of_request, document["requests"]) for document in (a, b))
     groups_a, groups_b = (_groups(metric.kind, document) for document in (a, b))
     if matching.is_paired:
-        # One observation is what ran together in either document: the larger groups decide.
+        # Requests that ran together in either document are one observation: the larger groups decide.
         groups = groups_a if len(set(groups_a)) <= len(set(groups_b)) else [groups_b[j] for _, j in matching.pairs]
         differences = [
             (group, y - x)
@@ -228,8 +228,8 @@ def _means(values: Iterable[tuple[int, float]]) -> list[float]:
 
 
 def _control(a: Record, b: Record, matching: _Matching) -> Interval | None:
-    """Ratio, B over A, of the times for a token of the engines without a drafter: the same work, if the engines are the
-    same. None if a document lacks it.
+    """Interval of the ratio, B over A, of the times for a token without a drafter: the same work in both documents of
+    `summarize`. None if the engines or requests differ, or if a document lacks these times.
     """
     same_engine = a["engine"] == b["engine"] and a["specdec_version"] == b["specdec_version"]
     if a["command"] != "summarize" or not same_engine or not matching.is_paired:

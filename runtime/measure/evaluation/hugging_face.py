@@ -54,7 +54,7 @@ class HuggingFace:
                 code="other_model",
             )
         found = differences(model, model_dir, question.llm.bundle, question.llm.tokenizer, dtype)
-        # What a model suggests for sampling (penalties, least lengths) changes greedy output too.
+        # A model's suggestions for sampling (penalties, least lengths) change greedy output too.
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         model.train(False)
         torch.nn.Module.to(model, engine.device)
@@ -108,9 +108,7 @@ class HuggingFace:
 
 
 def _why_not(error: Exception) -> str:
-    """transformers' error in one line. If it advises running a model's code or unpickling, a sentence of
-    ours instead.
-    """
+    """transformers' error in one line; a sentence of ours if the error advises to run a model's code or to unpickle."""
     said = " ".join(str(error).split())
     if "trust_remote_code" in said:
         return "it is code of its own (`auto_map`), which is not run: name a model that transformers has a class for"

@@ -79,15 +79,15 @@ class SystemRun:
 
 @dataclass(frozen=True)
 class Question:
-    """The task of the systems: the model, and a template for the request of every prompt."""
+    """The model, and a template for the request of every prompt."""
 
     llm: LLM
     template: Request
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
-    """Exception for Ctrl-C, with the batches, by their number, that the engine had answered both with and without the
-    drafter.
+    """Exception for Ctrl-C, with the answers to the batches, by number, that the engine had answered both with and
+    without the drafter.
     """
 
     def __init__(self, answers: dict[int, list[SystemRun]]) -> None:
@@ -137,7 +137,7 @@ def answer_batch(question: Question, session: Session, batch: list[list[int]], p
 
 
 def joined(answers: Mapping[int, list[SystemRun]]) -> list[SystemRun]:
-    """The answers of batches, of at least one, joined in the batches' order."""
+    """The answers to batches, at least one, joined in the batches' order."""
     runs = [SystemRun(run.name) for run in next(iter(answers.values()))]
     for i in sorted(answers):
         for run, part in zip(runs, answers[i], strict=True):

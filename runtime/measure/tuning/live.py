@@ -75,9 +75,7 @@ class LiveRun:
         return max(_MIN_ROUNDS, -(-MIN_PAIRS // self.num_batches))
 
     def measure(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
-        """Time the candidates in turn, in as many rounds as the noise requires, and in more rounds while rounds are
-        short.
-        """
+        """Time the candidates in turn: in the least number of rounds, and in up to 7 rounds within 10 seconds."""
         for candidate in candidates:
             self._round([candidate], 1, _WARM_UP_TOKENS)
         rounds: list[list[list[Generation]]] = []
@@ -128,7 +126,7 @@ class LiveRun:
 
 
 def _seconds(batch: Generation) -> LoopSeconds:
-    """Seconds of a batch, divided at its first step, after which all its sequences have their first token."""
+    """Seconds of a batch, split at the end of its first step, when all its sequences have their first token."""
     prompts = max(sequence.stats.ttft_s or 0.0 for sequence in batch.sequences)
     return LoopSeconds(prompts, batch.times.wall_s - prompts)
 

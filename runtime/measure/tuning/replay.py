@@ -20,8 +20,8 @@ from runtime.text.trace_lines import Trace
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step of sequences in lockstep: the number of tokens before each (in the first step, of its prompt), and its
-    draft's length.
+    """A step of sequences in lockstep: for each sequence its number of tokens (in the first step, those of its prompt),
+    and its draft's length.
     """
 
     num_tokens: tuple[int, ...]
@@ -132,5 +132,5 @@ def _verify(draft_tokens: list[int], target_tokens: Seq[int]) -> VerifyResult:
     num_accepted = next((i for i, (drafted, right) in enumerate(pairs) if drafted != right), None)
     if num_accepted is None:
         num_accepted = min(len(draft_tokens), len(target_tokens))
-    # Beyond the output's end there is no next token, and whatever stands here is cut off with it.
+    # At the output's end there is no next token: -1 stands for it, and is cut off.
     return VerifyResult(num_accepted, target_tokens[num_accepted] if num_accepted < len(target_tokens) else -1)

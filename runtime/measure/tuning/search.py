@@ -20,11 +20,13 @@ from runtime.text.trace_lines import Trace
 
 DRAFT_LENS = (1, 2, 3, 4, 6, 8, 10)
 NUM_SCREENED, NUM_LENGTHS, NUM_LIVE = 2, 2, 3
-"""Numbers of best drafters that are tried with a public pool, with shorter drafts, and on the engine."""
+"""Numbers of best candidates: lookups that are replayed on all traces after a screening, and with a public pool; those
+that are tried with shorter drafts; those that are run on the engine.
+"""
 _MAX_SCREENING_TOKENS = 30_000
 """Output tokens above which the grid is first replayed on a part of them; otherwise it would take minutes."""
 _MAX_ADVICE_TOKENS = 10_000
-"""Most output tokens that are replayed for advice. Of more a sample is taken, so that it takes a fraction of a second.
+"""Most output tokens that are replayed for advice, so that it takes a fraction of a second. A larger number is sampled.
 """
 _LOSS = 0.995
 
@@ -56,7 +58,7 @@ def is_replayable(speculation: Speculation) -> bool:
 
 
 def all_lengths(speculation: Speculation, max_draft_len: int) -> list[Speculation]:
-    """Candidates of a drafter that must be run: with drafts of each length, and with automatic lengths."""
+    """Candidates made from a drafter that must be run: with drafts of each length, and with automatic lengths."""
     models = [one.max_draft_len or max_draft_len for one in speculation if one.is_model]
     longest = min(max_draft_len, max(models or [one.max_draft_len or max_draft_len for one in speculation]))
     lengths = [speculation.in_mode("fixed").with_length(n) for n in (*shorter_lens(longest), longest)]
@@ -91,7 +93,7 @@ class LoopSeconds:
 
 
 def predict(replayed: ReplayedBatches, costs: CostModel, max_num_tokens: int) -> LoopSeconds:
-    """Predicted seconds of all steps and of drafting; prompts are computed `max_num_tokens` at a time."""
+    """Predicted seconds of all steps and of drafting; prompts are computed in pieces of `max_num_tokens` tokens."""
     seconds = {True: 0.0, False: replayed.draft_time_s}
     for step in replayed.steps:
         seconds[step.is_first] += step_s(step, costs, max_num_tokens)
@@ -273,7 +275,7 @@ def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> F
 
 
 def _step_seconds(replayer: Replayer, candidate: Speculation) -> float:
-    """Seconds of the steps alone: a lookup takes microseconds, and their number varies from moment to moment."""
+    """Seconds of the steps alone: a lookup takes only microseconds, and not always the same."""
     replayed, cost = replayer.replay(candidate).batches, replayer.cost
     assert cost is not None
     return sum(step_s(step, cost.costs, cost.max_num_tokens) for step in replayed.steps)

@@ -57,7 +57,9 @@ class Scope:
     max_draft_len: int | None = None
 
     def longest_draft(self, engine_max_draft_len: int | None) -> int:
-        """The longest draft to try; SpecDecError if the engine takes no draft of this length."""
+        """The longest draft to try. SpecDecError if the engine takes no draft of this length; without an engine
+        (`engine_max_draft_len` None), UsageError beyond 1,000 tokens.
+        """
         wanted = self.max_draft_len or self.named.max_draft_len or None
         if engine_max_draft_len is None:
             if wanted is not None and wanted > _LONGEST_DRAFT:
@@ -91,7 +93,7 @@ class Answered:
 
 
 def replay_alone(traces: Sequence[Trace], scope: Scope, progress: Progress) -> Search:
-    """Counts that each candidate would have had, without an engine. Only for drafters that can be replayed."""
+    """A finished search by counts alone, without an engine. Only for drafters that can be replayed."""
     assert is_replayable(scope.named)
     return _search(Replayer(traces), scope, scope.longest_draft(None), progress)
 
@@ -203,8 +205,8 @@ def _try_models(
 
 
 def _chains(lookups: Sequence[Speculation], own: Speculation) -> list[Speculation]:
-    """Candidates that join the best lookup with the self-draft copy, or with the draft model; empty if there is no
-    lookup.
+    """Candidates that join the best of `lookups` with `own`, the self-draft copy or the draft model; empty if there is
+    no lookup.
     """
     best = next((one.lookup for one in lookups if one.lookup is not None), None)
     if best is None:

@@ -21,8 +21,8 @@ from runtime.measure.tuning.tune import Answered, Progress
 
 @dataclass(frozen=True)
 class Rival:
-    """A drafter with its promises: tokens of a step, seconds of a draft, and seconds of everything after the context
-    phase.
+    """A drafter, and its promises for the sample: tokens of a step, seconds of a draft, and seconds of all steps after
+    the context phase.
     """
 
     candidate: Speculation
@@ -36,7 +36,9 @@ class Rival:
 
 @dataclass(frozen=True)
 class Sample:
-    """The target's answers, and the seconds of its steps without a drafter: measured, and predicted from step costs."""
+    """The target's answers, and the seconds of their steps after the context phase, without a drafter: measured, and
+    predicted from step costs.
+    """
 
     llm: LLM
     answered: Answered
@@ -130,7 +132,7 @@ def survivals_of(run: Measured, longest: int) -> list[float]:
 
 
 def _drafting_s(run: Measured) -> float:
-    """Mean seconds of a draft; steps of the context phase have none."""
+    """Seconds of drafting for each step, without counting each request's first step."""
     times = run.generation.times
     return times.draft_time_s / max(times.num_iterations - len(run.generation.sequences), 1)
 
