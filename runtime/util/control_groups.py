@@ -1,10 +1,11 @@
 """Control groups of this process: the memory and the cores that they and the machine leave to it."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from runtime.util.machine import allowed_cores
 
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -53,19 +54,12 @@ def _left_by(directory: Path, limit: str, usage: str, reclaimable: str) -> Itera
         yield max(most - used + int(stats.get(reclaimable, 0)), 0)
 
 
-def cores() -> set[int]:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def num_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
     """Number of cores by affinity, or by the smallest quota of the control groups, whichever is less. A quota of 150 ms
     in every 100 ms is 1.5 cores.
     """
     quotas = (_quota_of(directory) for _, directory in groups_above("cpu", root, membership))
-    return min([float(len(cores())), *(quota for quota in quotas if quota is not None)])
+    return min([float(len(allowed_cores())), *(quota for quota in quotas if quota is not None)])
 
 
 def _quota_of(directory: Path) -> float | None:
