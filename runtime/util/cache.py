@@ -130,17 +130,10 @@ def check_private_dir(directory: Path, *above: Path) -> None:
     except OSError:
         return
     if stat.st_uid not in (os.getuid(), 0):
-        raise SpecDecError(
-            f"the cache directory belongs to another user (number {stat.st_uid}), who could have put code into it: "
-            f"{directory}",
-            hint="name another directory in SPECDEC_CACHE_DIR",
-            code="cache_of_others",
-        )
+        hint = "name another directory in SPECDEC_CACHE_DIR"
+        raise SpecDecError(_owned(stat, "the cache directory", directory), hint=hint, code="cache_of_others")
     if stat.st_mode & 0o022 and not is_closed:
-        raise SpecDecError(
-            f"other users may write into the cache directory, and could have put code into it: {directory}",
-            hint=f"remove it, or trust what is there: chmod go-w {directory}",
-        )
+        raise _open_to_others("the cache directory", directory)
 
 
 def check_private_file(path: Path) -> None:
@@ -155,16 +148,20 @@ def check_private_file(path: Path) -> None:
     except OSError:
         return
     if stat.st_uid not in (os.getuid(), 0):
-        raise SpecDecError(
-            f"a file in the cache belongs to another user (number {stat.st_uid}), who could have put code into it: "
-            f"{path}",
-            hint="remove it",
-        )
+        raise SpecDecError(_owned(stat, "a file in the cache", path), hint="remove it")
     if stat.st_mode & (0o002 if is_closed else 0o022):
-        raise SpecDecError(
-            f"other users may write into a file in the cache, and could have put code into it: {path}",
-            hint=f"remove it, or trust what is there: chmod go-w {path}",
-        )
+        raise _open_to_others("a file in the cache", path)
+
+
+def _owned(stat: os.stat_result, what: str, path: Path) -> str:
+    return f"{what} belongs to another user (number {stat.st_uid}), who could have put code into it: {path}"
+
+
+def _open_to_others(what: str, path: Path) -> SpecDecError:
+    return SpecDecError(
+        f"other users may write into {what}, and could have put code into it: {path}",
+        hint=f"remove it, or trust what is there: chmod go-w {path}",
+    )
 
 
 def check_private_entry(entry: Path) -> None:
@@ -261,9 +258,7 @@ def sealed(data: bytes) -> bytes:
 
 
 def read_sealed(path: Path) -> bytes | None:
-    """Read sealed content; None if it is absent or damaged. SpecDecError for a file in the cache that other users may
-    write.
-    """
+    """Read sealed content; None if absent or damaged. SpecDecError for a file in the cache that others may write."""
     if path.is_relative_to(_place()):
         check_private_file(path)
     try:
@@ -297,9 +292,7 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 
 
 def begin_digests(paths: Iterable[Path]) -> None:
-    """Have a thread compute the `file_digest` of large files that will soon be needed. At its end the process does not
-    wait for that thread.
-    """
+    """Have a thread compute the `file_digest` of large files. The process does not wait for it at its end."""
     begun: dict[Stamp, tuple[Path, Future[str]]] = {}
     for path in paths:
         if (stamp := stamp_of(path.stat())).num_bytes > _LARGE_BYTES and stamp not in _begun:
@@ -338,9 +331,7 @@ def _find_digest(path: Path, ranges: Sequence[Range]) -> str:
 
 
 def keep_digest(path: Path, sha256: str) -> None:
-    """Keep the SHA-256 of a file, for `file_digest`. This process must have just written the file, and no other may
-    write it.
-    """
+    """Keep the SHA-256, for `file_digest`, of a file that this process has just written and no other writes."""
     with path.open("rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
         # Wait for the next tick: a later write must change the file's time.
@@ -409,9 +400,7 @@ class CachedEngine:
 
 
 def engine_entry(name: Path, identity: str) -> Path:
-    """The directory of a model's engine, from the model's path and a digest of everything that the engine is made
-    from.
-    """
+    """The directory of an engine, from its model's path and a digest of everything that it is made from."""
     return cache_dir() / "engines" / f"{readable_name(name)}-{identity[:16]}"
 
 
@@ -460,9 +449,7 @@ def _shared_files() -> Iterator[Path]:
 
 
 def size_in_bytes(text: str) -> int | None:
-    """Bytes of `500M`, `20G`, `1.5T`, `20GiB` or a number; None for a text that is no size. G is 1,000 M, and Gi 1,024
-    Mi.
-    """
+    """Bytes of `500M`, `1.5T` (M is 1,000 K), `20GiB` (Gi is 1,024 Mi) or a number; None for any other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if found is None:
         return None
@@ -486,19 +473,16 @@ def unique_bytes(paths: Iterable[Path]) -> int:
 
 def cached_engines() -> list[CachedEngine]:
     """Complete engines, the last used first."""
-    directory, found = cache_dir() / "engines", list[CachedEngine]()
-    for path in directory.iterdir() if directory.is_dir() else []:
-        if _is_entry(path):
-            with contextlib.suppress(FileNotFoundError):  # another process removes the engine
-                found.append(CachedEngine(path, directory_bytes(path), path.stat().st_mtime, is_used(path)))
+    found = []
+    for path in _entries():
+        with contextlib.suppress(FileNotFoundError):  # another process removes the engine
+            found.append(CachedEngine(path, directory_bytes(path), path.stat().st_mtime, is_used(path)))
     return sorted(found, key=lambda engine: (engine.used_s, engine.path), reverse=True)
 
 
 def cached_names() -> list[str]:
     """Names of the models that have engines in the cache, as `specdec list` shows them."""
-    directory = cache_dir() / "engines"
-    entries = filter(_is_entry, directory.iterdir()) if directory.is_dir() else ()
-    return sorted({path.name.rpartition("-")[0] for path in entries})
+    return sorted({path.name.rpartition("-")[0] for path in _entries()})
 
 
 def other_bytes() -> int:
@@ -522,13 +506,14 @@ def engines_to_prune(engines: list[CachedEngine], max_bytes: int) -> list[Cached
 
 
 def prune(engines: list[CachedEngine]) -> list[CachedEngine]:
-    """Remove these engines; returns the engines that were removed. An engine that a process has begun to use meanwhile
-    is kept.
-    """
+    """Remove these engines, except any that is in use by now; returns the engines that were removed."""
     removed = [engine for engine in engines if remove_unused_entry(engine.path)]
     remove_unshared_files()
     return removed
 
 
-def _is_entry(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".")
+def _entries() -> list[Path]:
+    """Directories of complete engines."""
+    directory = cache_dir() / "engines"
+    found = directory.iterdir() if directory.is_dir() else ()
+    return [path for path in found if path.is_dir() and not path.name.startswith(".")]

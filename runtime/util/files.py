@@ -103,9 +103,7 @@ def remove_left_over(path: Path) -> None:
 
 
 def recover_directory(path: Path) -> None:
-    """Give a directory its name back, if a process was killed after it had renamed the directory, and before it put the
-    new one in its place.
-    """
+    """Give a directory its name back, if a process was killed while it replaced the directory."""
     path = path.absolute()
     if path.is_symlink() or path.exists():
         return
@@ -314,20 +312,17 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     A regular file gets `mode`, less the umask. OSError names `path`, whichever file failed.
     """
     try:
-        _write_file(path, data, mode)
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        final = path.resolve()
+        with _temporary_sibling(final) as directory:
+            written = directory / final.name
+            with open(written, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                file.write(data)
+            _give_name(written, final)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-
-
-def _write_file(path: Path, data: bytes, mode: int) -> None:
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
-        return
-    path = path.resolve()
-    with _temporary_sibling(path) as directory:
-        with open(directory / path.name, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(data)
-        _give_name(directory / path.name, path)
 
 
 class Stamp(NamedTuple):

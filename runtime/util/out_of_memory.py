@@ -66,9 +66,7 @@ def out_of_memory(error: BaseException) -> SpecDecError:
 
 
 def check_address_space() -> None:
-    """SpecDecError if `ulimit -v` leaves less than torch's libraries take: some of them end the process without a
-    message.
-    """
+    """SpecDecError if `ulimit -v` leaves too little for torch: some libraries would end without a message."""
     limit, most = _LIMITS[0], resource.getrlimit(resource.RLIMIT_AS)[0]
     if most != resource.RLIM_INFINITY and most < LEAST_ADDRESSES:
         raise _beyond(limit, "there is not enough memory for torch", most, LEAST_ADDRESSES)
