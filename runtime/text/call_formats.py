@@ -29,9 +29,7 @@ class JsonCall:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """Calls with a name, a mark, and the arguments as JSON. `before` is a text before the name, `after` a text after
-    the arguments.
-    """
+    """Calls with a name, a mark, and arguments as JSON; `before` precedes the name, `after` follows the arguments."""
 
     mark: str
     before: str = ""
@@ -40,9 +38,7 @@ class NamedCall:
 
 @dataclass(frozen=True)
 class TaggedCall:
-    """Calls in which the name and each argument stand between tags. Text arguments are written as they are, other
-    values as JSON.
-    """
+    """Calls with the name and each argument between tags. Text arguments stand as they are, others as JSON."""
 
     name_open: str
     name_close: str
@@ -310,9 +306,7 @@ def loaded(text: str) -> Any:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """JSON of a value written as text: a value of one of `types` if the text is such a value, otherwise a
-    JSON string.
-    """
+    """JSON of a value written as text; a JSON string if the text is no value of these `types`."""
     text = text.strip()
     if text in ("True", "False", "None"):
         text = json.dumps(ast.literal_eval(text))

@@ -1,6 +1,4 @@
-"""Conversations: messages become a prompt in the form that the model was trained on, by the template of
-its tokenizer.
-"""
+"""Conversations: messages become a prompt, by the chat template of the model's tokenizer."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -28,9 +26,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """Values for a template besides the messages: functions that may be called, documents, and the template's own
-    variables.
-    """
+    """Values for a template besides the messages: functions to call, documents, and its own variables."""
 
     tools: Seq[dict[str, Any]] = ()
     documents: Seq[dict[str, Any]] = ()
@@ -42,8 +38,8 @@ class TemplateInputs:
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for transformers."""
-        given = {"tools": list(self.tools) or None, "documents": list(self.documents) or None}
-        return {**self.variables, **{name: value for name, value in given.items() if value is not None}}
+        given = {"tools": list(self.tools), "documents": list(self.documents)}
+        return {**self.variables, **{name: value for name, value in given.items() if value}}
 
 
 class ChatTemplate:
@@ -63,17 +59,19 @@ class ChatTemplate:
         return self._tokenizer.chat_template
 
     @property
+    def _templates(self) -> dict[str, Any]:
+        return self.source if isinstance(self.source, dict) else {DEFAULT: self.source}
+
+    @property
     def text(self) -> str:
         """The template for conversations; empty if it is not text."""
-        source = self.source.get(DEFAULT) if isinstance(self.source, dict) else self.source
+        source = self._templates.get(DEFAULT)
         return source if isinstance(source, str) else ""
 
     @property
     def tool_text(self) -> str:
-        """The template for conversations with functions: the template named `tool_use` if there is one, otherwise
-        `text`.
-        """
-        source = self.source.get(TOOL_USE) if isinstance(self.source, dict) else None
+        """The template for conversations with functions: the template `tool_use` if there is one, else `text`."""
+        source = self._templates.get(TOOL_USE)
         return source if isinstance(source, str) else self.text
 
     @property
@@ -96,12 +94,6 @@ class ChatTemplate:
         """The tokenizer's own description of the model's output; None if it has none."""
         found = getattr(self._tokenizer, "response_template", None)
         return found if isinstance(found, dict) else None
-
-    def _text_for(self, *, with_tools: bool) -> str:
-        """The template that transformers uses for a conversation with or without tools."""
-        if isinstance(self.source, dict):
-            return str(self.source["tool_use" if with_tools and "tool_use" in self.source else DEFAULT])
-        return str(self.source)
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """SpecDecError for a variable that transformers sets itself."""
@@ -135,11 +127,9 @@ class ChatTemplate:
                 hint="give the message a text",
             )
         given = inputs.arguments()
-        _check_default(
-            self.source if isinstance(self.source, dict) else {DEFAULT: self.source}, self._tokenizer.name_or_path
-        )
+        _check_default(self._templates, self._tokenizer.name_or_path)
         try:
-            compile_bounded(self._text_for(with_tools="tools" in given))
+            compile_bounded(self.tool_text if "tools" in given else self.text)
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
                 add_generation_prompt=inputs.begins_answer and not inputs.continues_last,

@@ -53,14 +53,14 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     directory = resolve_tokenizer(directory)
+    made: Any = None
     if is_gguf(directory):
         from runtime.checkpoint.gguf.tokenizer import make_gguf_tokenizer
 
         made = make_gguf_tokenizer(directory)
-        made.truncation_side = "left"
-        return cast(Tokenizer, made)
-    if is_tekken_alone(directory):
+    elif is_tekken_alone(directory):
         made = make_tekken_tokenizer(directory, templates_as_one(chat_templates(directory)))
+    if made is not None:
         made.truncation_side = "left"
         return cast(Tokenizer, made)
     if pretrained_config is not None and (model_type := pretrained_config["model_type"]) not in CONFIG_MAPPING:
@@ -183,9 +183,7 @@ def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer |
 
 
 def _letters_kept(tokenizer: Tokenizer) -> bool:
-    """True if decoding the tokens of a plain text gives back its letters and digits; changes of case and spaces do not
-    count.
-    """
+    """True if decoding the tokens of a plain text gives back its letters and digits, whatever their case."""
     try:
         text = str(tokenizer.decode(encode_text(tokenizer, _PLAIN), skip_special_tokens=True))
     except SpecDecError:
@@ -217,9 +215,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer in an engine's directory, opened without transformers if it was saved for that; None if there is
-    none.
-    """
+    """The engine's tokenizer, opened without transformers if it was saved for that; None if there is none."""
     if saved := find_saved_tokenizer(directory):
         return saved
     if any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
@@ -254,9 +250,7 @@ def cache_tokenizer(directory: Path, pretrained_config: dict[str, Any], final_di
 
 
 def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], named: Path) -> Tokenizer | None:
-    """The tokenizer that `find_tokenizer` finds; None, with a warning, if it cannot be read: prompts of token ids need
-    none.
-    """
+    """The tokenizer from `find_tokenizer`; None, with a warning, if it cannot be read: ids need none."""
     try:
         return find_tokenizer(directory, pretrained_config)
     except SpecDecError as error:
@@ -355,9 +349,7 @@ def text_or_ids(tokenizer: Tokenizer | None, tokens: Seq[int], before: Seq[int] 
 
 @dataclass(frozen=True)
 class StopWords:
-    """Ends an output at a stop word, however the text is divided into tokens. Implements
-    `runtime.core.request.StopCheck`.
-    """
+    """Ends an output at a stop word, however its text is divided into tokens (a `StopCheck` of requests)."""
 
     words: tuple[str, ...]
     tokenizer: Tokenizer
@@ -428,9 +420,7 @@ class TextStream:
 
     @classmethod
     def of_request(cls, tokenizer: Tokenizer, request: Request, shown: Mapping[int, str] | None = None) -> "TextStream":
-        """Stream for a request's output; special tokens are shown if the request wants that, or if they are in
-        `shown`.
-        """
+        """Stream for a request's output. Special tokens in `shown` are shown, and all that the request wants."""
         own: dict[int, str] = {}
         if request.shows_special_tokens:
             hidden = frozenset() if request.shows_stop else request.end_ids
