@@ -1,6 +1,4 @@
-"""Comparison of activations in 8 bits with more bits, in quantized layers: the time that they save, and how far
-probabilities move.
-"""
+"""Comparison of activations in 8 bits with more bits: the time that they save, and how far probabilities move."""
 
 import tempfile
 from collections.abc import Iterator
@@ -97,9 +95,7 @@ def windows_of(llm: LLM, text: str) -> list[Trace]:
 def compare_at_build(
     checkpoint: OpenedCheckpoint, engine_dir: Path, build: BuildConfig, text: str, phase: Phase
 ) -> InEightBits:
-    """Comparison of a checkpoint's engine with an engine that has activations in 8 bits, which is built for this
-    comparison and then removed.
-    """
+    """Comparison of a checkpoint's engine with one that has activations in 8 bits, built for this and then removed."""
     quantization = checkpoint.config.quantization
     assert quantization is not None
     in_eight = replace(checkpoint.config, quantization=replace(quantization, activations="int8"))

@@ -70,9 +70,7 @@ class DraftModelPair:
     """
     can_draft: bool
     chat_templates: tuple[str, str] | None
-    """A conversation as the draft model's chat template writes it, and as the target's does; None unless both have a
-    template.
-    """
+    """A conversation by the draft model's chat template, and by the target's; None if a template is missing."""
     rope_differences: tuple[str, ...] | None
     """Settings of rotary positions that differ; None if one of the two models has no rotary positions."""
     has_same_weights: bool
@@ -99,7 +97,7 @@ class CacheUse:
     num_findable: int
     """Tokens of repeated prompts that fill a block, except each prompt's last token."""
     num_found: int
-    """Those of these tokens that were found in the cache."""
+    """Number of these tokens that the cache held."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +186,7 @@ Diagnosis = Callable[[Observations], Judgement | None]
 
 
 def drafter_never_used(observed: Observations) -> Judgement | None:
-    """Number of tokens proposed by the drafter that proposed fewest; of a single drafter the tokens that were sent, if
-    they are fewer.
-    """
+    """Fewest tokens that a drafter proposed; for a single drafter at most the tokens that were sent."""
     drafting = observed.drafting
     if drafting is None or len(drafting.steps) < MIN_STEPS:
         return None
@@ -215,11 +211,9 @@ def acceptance_below_profile(observed: Observations) -> Judgement | None:
 
 
 def acceptance_falls_with_context(observed: Observations) -> Judgement | None:
-    """Share of drafts with a right first token, which depends on no other token, in the shorter and in the longer half
-    of all contexts.
-    """
+    """Share of drafts with a right first token, in the shorter and in the longer half of all contexts."""
     drafting = observed.drafting
-    steps = sorted((s for s in drafting.steps if s.num_drafted), key=_context_len) if drafting else []
+    steps = sorted((s for s in drafting.steps if s.num_drafted), key=lambda s: s.context_len) if drafting else []
     if len(steps) < 2 * MIN_DRAFTS_PER_HALF:
         return None
     middle = steps[len(steps) // 2].context_len
@@ -239,10 +233,6 @@ def acceptance_falls_with_context(observed: Observations) -> Judgement | None:
         f"after {middle:,} tokens of context {late_rate:.1%} of drafts begin right, and {early_rate:.1%} before "
         "(half of it is fine)",
     )
-
-
-def _context_len(step: DraftedStep) -> int:
-    return step.context_len
 
 
 def _share_begun(steps: list[DraftedStep]) -> float:

@@ -22,9 +22,7 @@ class Elsewhere:
 
 
 def read_costs(path: Path) -> Elsewhere:
-    """The costs in a JSON file with `step_costs` and `host_s`, or in an engine's directory; SpecDecError if there are
-    none.
-    """
+    """The costs in a JSON file such as an engine's `config.json`, or in its directory. SpecDecError without costs."""
     file = path / CONFIG if path.is_dir() else path
     data = parse_json(read_utf8(file), file)
     kept = kept_costs(file.parent.absolute()) if isinstance(data, dict) else None

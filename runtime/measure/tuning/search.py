@@ -14,6 +14,7 @@ from runtime.core.stats import RequestStats, sum_stats
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import DRAFTERS
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
+from runtime.engine.engine import Engine
 from runtime.loop.session import Session
 from runtime.measure.tuning.replay import ReplayedBatches, ReplayedStep, replay_batches
 from runtime.text.trace_lines import Trace
@@ -123,6 +124,10 @@ class Cost:
     costs: CostModel
     max_num_tokens: int
 
+    @classmethod
+    def of(cls, engine: Engine) -> "Cost":
+        return cls(CostModel(engine.config.step_costs, engine.config.host_s), engine.max_num_tokens)
+
 
 @dataclass(frozen=True)
 class Replayed:
@@ -153,9 +158,7 @@ class Replayer:
     max_new_tokens: int | None = None
 
     def thinned(self, max_tokens: int) -> "Replayer":
-        """This replayer, or one with every second, third, ... trace, so that outputs have about `max_tokens` tokens in
-        all.
-        """
+        """This replayer, or one with every second, third, ... trace: about `max_tokens` output tokens in all."""
         every = -(-sum(len(trace.output_tokens) for trace in self.traces) // max_tokens)
         return self if every < 2 else replace(self, traces=self.traces[::every])
 
@@ -187,8 +190,8 @@ class Search:
 
     replayer: Replayer
     max_draft_len: int
-    named: Speculation
-    tries_public: bool
+    named: Speculation = NO_SPECULATION
+    tries_public: bool = False
     screened: list[Replayed] = field(default_factory=list)
     replayed: list[Replayed] = field(default_factory=list)
 
@@ -208,10 +211,10 @@ class Search:
         self._try([NO_SPECULATION], advance)
         self._try(self._drafters(advance), advance)
         if self.tries_public and not self.named:
-            self._try(public(_best_lookups(self.replayed)), advance)
-        for best_one in _best(self.replayed, NUM_LENGTHS):
-            lengths = [best_one.candidate.with_length(n) for n in shorter_lens(self.max_draft_len)]
-            auto = [best_one.candidate.in_mode("auto")] if self.replayer.cost else []
+            self._try(public(best_candidates(self.replayed, NUM_SCREENED)), advance)
+        for best in best_candidates(self.replayed, NUM_LENGTHS):
+            lengths = [best.with_length(n) for n in shorter_lens(self.max_draft_len)]
+            auto = [best.in_mode("auto")] if self.replayer.cost else []
             self._try([*lengths, *auto], advance)
 
     def _drafters(self, advance: Advance) -> list[Speculation]:
@@ -225,7 +228,7 @@ class Search:
         for drafter in grid:
             self.screened.append(some.replay(drafter))
             advance()
-        return _best_lookups(self.screened)
+        return best_candidates(self.screened, NUM_SCREENED)
 
     def _try(self, candidates: Seq[Speculation], advance: Advance) -> None:
         for candidate in candidates:
@@ -233,25 +236,14 @@ class Search:
             advance()
 
 
-def _best(replayed: Seq[Replayed], number: int) -> list[Replayed]:
-    """The best `number` of the candidates that have a drafter."""
-    return sorted((r for r in replayed if r.candidate), key=lambda r: r.rank)[:number]
-
-
-def _best_lookups(replayed: Seq[Replayed]) -> list[Speculation]:
-    return [one.candidate for one in _best(replayed, NUM_SCREENED) if one.candidate.lookup is not None]
-
-
-def best_candidates(replayed: Seq[Replayed]) -> list[Speculation]:
-    """The best candidates with a drafter, by predicted time."""
-    return [r.candidate for r in _best(replayed, NUM_LIVE)]
+def best_candidates(replayed: Seq[Replayed], number: int) -> list[Speculation]:
+    """The best `number` of the candidates that have a drafter, by predicted time, or without an engine by steps."""
+    return [one.candidate for one in sorted(replayed, key=lambda one: one.rank) if one.candidate][:number]
 
 
 @dataclass(frozen=True)
 class FixedLost:
-    """Speedups over no drafter, by replay of the same outputs: of drafts with a fixed length, which lost time, and with
-    automatic lengths.
-    """
+    """Speedups over no drafter, by replay: of drafts of a fixed length, which lost time, and of automatic lengths."""
 
     fixed: float
     automatic: float
@@ -267,8 +259,8 @@ def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> F
         return None
     traces = [Trace(s.request.prompt_tokens, tuple(s.output_tokens)) for s in sequences]
     request = sequences[0].request
-    cost = Cost(CostModel(engine.config.step_costs, engine.config.host_s), engine.max_num_tokens)
-    replayer = Replayer(traces, batch_size, cost, request.end_ids, request.max_new_tokens).thinned(_MAX_ADVICE_TOKENS)
+    replayer = Replayer(traces, batch_size, Cost.of(engine), request.end_ids, request.max_new_tokens)
+    replayer = replayer.thinned(_MAX_ADVICE_TOKENS)
     candidates = NO_SPECULATION, speculation, speculation.in_mode("auto")
     none, fixed, automatic = (_step_seconds(replayer, candidate) for candidate in candidates)
     return FixedLost(none / fixed, none / automatic) if none / fixed < _LOSS and automatic < fixed else None

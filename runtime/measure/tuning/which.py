@@ -8,22 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from runtime.checkpoint.costs import CostModel
 from runtime.core.request import Request
 from runtime.core.stats import sum_stats
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.llm import LLM
 from runtime.measure.tuning.live import LiveRun, Measured
-from runtime.measure.tuning.search import Cost, LoopSeconds, Replayer, Search, fixed, predict
+from runtime.measure.tuning.search import Cost, Replayer, Search, fixed
 from runtime.measure.tuning.tune import Answered, Progress
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A drafter, and its promises for the sample: tokens of a step, seconds of a draft, and seconds of all steps after
-    the context phase.
-    """
+    """A drafter and its promises: tokens of a step, seconds of a draft and of all steps after the context phase."""
 
     candidate: Speculation
     tokens_per_step: float
@@ -52,8 +49,7 @@ class Sample:
 
     @property
     def cost(self) -> Cost:
-        config = self.llm.engine.config
-        return Cost(CostModel(config.step_costs, config.host_s), self.llm.engine.max_num_tokens)
+        return Cost.of(self.llm.engine)
 
     @property
     def replayer(self) -> Replayer:
@@ -86,18 +82,18 @@ def open_sample(llm: LLM, answered: Answered, progress: Progress) -> Sample:
 
 def rivals_of_lookups(sample: Sample, progress: Progress) -> list[Rival]:
     """Rivals by replay: *no drafter*, then the best lookup."""
-    search = Search(sample.replayer, min(10, sample.llm.engine.max_draft_len), NO_SPECULATION, False)
+    search = Search(sample.replayer, min(10, sample.llm.engine.max_draft_len))
     with progress("replaying lookups", search.most) as advance:
         search.run(advance)
     none, *others = search.replayed
     best = min(others, key=lambda one: one.rank)
     found = []
     for one in (none, best):
-        predicted = predict(one.batches, sample.cost.costs, sample.cost.max_num_tokens)
-        steps = max(len(one.batches.steps), 1)
+        assert one.predicted is not None
+        draft_s = one.batches.draft_time_s / max(len(one.batches.steps), 1)
         counts = one.total.counts(one.candidate.max_draft_len or 0)
-        seconds = LoopSeconds(0.0, predicted.others).scaled(LoopSeconds(1.0, sample.factor)).others
-        found.append(Rival(one.candidate, counts["tokens_per_step"], one.batches.draft_time_s / steps, seconds))
+        seconds = one.predicted.others * sample.factor
+        found.append(Rival(one.candidate, counts["tokens_per_step"], draft_s, seconds))
     return found
 
 
