@@ -15,7 +15,7 @@ def check(options: CheckOptions, target: TargetOptions, output: Output) -> None:
     checked.
     """
     options, target = options.without_model(target)
-    options.check(output)
+    options.check()
     choice = target.choose()
 
     from commands.check.work import check_receipts

@@ -44,7 +44,7 @@ class PredictDocument(Head):
 def predict_speeds(options: PredictOptions, output: Output) -> None:
     """Replay the outputs, and show the time of each candidate on the other machine."""
     from runtime.measure.tuning.elsewhere import read_costs
-    from runtime.measure.tuning.search import Cost, Replayer, Search, fixed
+    from runtime.measure.tuning.search import Cost, Replayer, Search
     from runtime.text.text import open_tokenizer
     from runtime.text.traces import read_traces
 
@@ -52,7 +52,7 @@ def predict_speeds(options: PredictOptions, output: Output) -> None:
     tokenizer = None if options.tokenizer_dir is None else open_tokenizer(options.tokenizer_dir)
     traces = read_traces(options.traces, tokenizer)
     cost = Cost(there.model, _MAX_NUM_TOKENS)
-    search = Search(Replayer(traces, options.batch_size, cost), options.max_draft_len, fixed(), False)
+    search = Search(Replayer(traces, options.batch_size, cost), options.max_draft_len)
     with output.progress("replaying", search.most) as advance:
         search.run(advance)
     num_tokens = sum(len(trace.output_tokens) for trace in traces)

@@ -65,9 +65,7 @@ class RegressOptions:
     report: Report = None
 
     def check(self) -> None:
-        """SpecDecError for files that cannot be read or written, for a share of answers that is not between 0 and 1,
-        and for flags that exclude each other.
-        """
+        """SpecDecError for files, a share of answers, or flags together that cannot be used."""
         check_report(self.report)
         check_readable([self.traces])
         check_output_files([] if self.report is None else [self.report], [self.traces])
