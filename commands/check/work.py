@@ -21,7 +21,6 @@ from commands.output.documents.records import measured_head
 from commands.output.documents.settings import EngineRecord
 from commands.output.html.page import page, with_bits, write_page
 from commands.output.output import Output, number
-from commands.output.progress import Advance
 from runtime.llm import LLM
 from runtime.proof.receipts import Answers, Read, num_lines, read_receipts
 from runtime.proof.records import (
@@ -122,18 +121,14 @@ def _check(llm: LLM, options: CheckOptions, output: Output) -> Checked:
     with output.progress("checking", total) as advance:
         for finding in checker.check(on_their_way()):
             checked.add(finding, reads.pop(0))
-            _advance(advance, checked)
+            wrong = sum(checked.verdicts[one] for one in ("wrong", "unlikely", "not_checked"))
+            advance(1, f"{wrong:,} wrong" if wrong else "")
     checked.wall_s = time.perf_counter() - start
     if not checked.num_answers:
         raise SpecDecError(
             f"there is no receipt in: {options.receipts[0]}", hint="`run --receipts FILE` writes receipts"
         )
     return checked
-
-
-def _advance(advance: Advance, checked: Checked) -> None:
-    wrong = sum(checked.verdicts[one] for one in ("wrong", "unlikely", "not_checked"))
-    advance(1, f"{wrong:,} wrong" if wrong else "")
 
 
 def _answers(path: Path, llm: LLM) -> Answers:

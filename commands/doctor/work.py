@@ -64,19 +64,17 @@ def doctor_document(
         is_healthy=not any(judgement and judgement.is_fault for judgement in judgements.values()),
         diagnoses=[_diagnosis(name, judgement) for name, judgement in judgements.items()],
         engine=EngineRecord.of(choice.bundle or read_bundle(choice.engine_dir)),
-        steps=[_step(step) for step in steps],
+        steps=[
+            TimedStep(
+                batch_size=step.cost.batch_size,
+                num_tokens=step.cost.num_tokens,
+                context_len=step.cost.context_len,
+                built_s=step.cost.seconds,
+                now_s=step.seconds,
+            )
+            for step in steps
+        ],
         **explained,
-    )
-
-
-def _step(step: StepTime) -> TimedStep:
-    cost = step.cost
-    return TimedStep(
-        batch_size=cost.batch_size,
-        num_tokens=cost.num_tokens,
-        context_len=cost.context_len,
-        built_s=cost.seconds,
-        now_s=step.seconds,
     )
 
 
