@@ -8,11 +8,9 @@ import warnings
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import cache
-from pathlib import Path
 
 from runtime.util.errors import SpecDecWarning, UsageError
-
-_NODES_DIR = Path("/sys/devices/system/node")
+from runtime.util.machine import allowed_cores, numa_nodes
 
 
 def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ...]:
@@ -38,7 +36,7 @@ def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ..
 def cores_of(device_ids: Seq[int]) -> list[list[int]]:
     """The cores of each device; UsageError if there is no such NUMA node."""
     usable = usable_cores()
-    nodes = [sorted(usable & cores) for cores in _numa_nodes() if usable & cores]
+    nodes = [sorted(usable & cores) for cores in numa_nodes() if usable & cores]
     if len(nodes) > 1:
         if max(device_ids) >= len(nodes):
             raise UsageError(
@@ -66,26 +64,10 @@ def equal_shares(cores: Seq[int], device_ids: Seq[int]) -> list[list[int]]:
 @cache
 def usable_cores() -> frozenset[int]:
     """Cores that this process may use, as they were before it was pinned."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
+    return frozenset(allowed_cores())
 
 
 def pin(cores: Iterable[int]) -> None:
     """Keep this thread, and threads that it starts, on these cores."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-
-
-def _numa_nodes() -> list[set[int]]:
-    paths = sorted(_NODES_DIR.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
-    return [_parse_cores(path.read_text()) for path in paths]
-
-
-def _parse_cores(text: str) -> set[int]:
-    """The cores in a list of Linux's, such as 0-3,8."""
-    cores: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores |= set(range(int(first), int(last or first) + 1))
-    return cores
