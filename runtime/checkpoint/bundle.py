@@ -50,7 +50,7 @@ def weights_files(mapping: Mapping) -> list[str]:
 
 
 def uses_kernels(compiler: Compiler, device: str) -> bool:
-    """True if our kernel computes attention, which is so on a CPU in a compiled step."""
+    """True if our kernels compute attention: in a compiled step on a CPU."""
     return compiler != "none" and device == "cpu"
 
 
@@ -61,8 +61,7 @@ class Bundle:
     directory: Path
     config: EngineConfig
     model: str | None = None
-    """The model from which the engine was made for this run, as the user named it; None if the user named the engine.
-    """
+    """The model from which the engine was made, as the user named it; None if the user named the engine."""
 
     @property
     def given(self) -> str:
@@ -82,7 +81,7 @@ class Bundle:
 
 
 def read_bundle(engine_dir: Path, model: str | None = None) -> Bundle:
-    """Open an engine's directory; SpecDecError names the file or key that is missing or wrong."""
+    """Open an engine's directory; SpecDecError as from `read_engine_config`."""
     return Bundle(engine_dir, read_engine_config(engine_dir), model)
 
 
@@ -151,16 +150,16 @@ def _other_kind(kind: str, path: Path) -> SpecDecError:
 
 
 def check_step_files(bundle: Bundle) -> None:
-    """SpecDecError unless the step's files are as they were built. A file that has not changed since last time is not
-    read.
+    """SpecDecError unless all files but the tokenizer's are as they were built. A file that has not changed since the
+    last check is not read.
     """
     check_contents(bundle.directory, [one for one in bundle.config.files if not is_of_tokenizer(one)], ENGINE)
 
 
 @contextmanager
 def unchanged_while_opened(bundle: Bundle) -> Iterator[None]:
-    """SpecDecError if the step's files were replaced during the block: the files opened in it may belong to two
-    engines.
+    """SpecDecError if a file of the engine, other than the tokenizer's, was replaced during the block: the files opened
+    in the block may belong to two engines.
     """
     names = [CONFIG, *(record.name for record in bundle.config.files if not is_of_tokenizer(record))]
     paths = [bundle.directory / name for name in names]

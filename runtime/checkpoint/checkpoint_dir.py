@@ -21,9 +21,7 @@ class OpenedCheckpoint:
     directory: Path
     config: CheckpointConfig
     unread: Path | None = None
-    """The model's own file, if it serves as the checkpoint's weights and nobody has checked it for NaN and infinity
-    yet.
-    """
+    """The model's own file, if it serves as the checkpoint's weights and was not yet checked for NaN and infinity."""
 
 
 def is_checkpoint_dir(directory: Path) -> bool:
@@ -38,7 +36,7 @@ def is_checkpoint_dir(directory: Path) -> bool:
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
     """Parse and check a checkpoint directory; SpecDecError names the file or key that is missing or wrong.
 
-    A file that has not changed since last time is not read.
+    A file that has not changed since the last check is not read.
     """
     recover_directory(checkpoint_dir)
     if not checkpoint_dir.is_dir():
@@ -91,9 +89,7 @@ _BITS = {"W8A16": 8, "W8A16_GPTQ": 8, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, 
 
 
 def check_self_draft(checkpoint: CheckpointConfig, self_draft: SelfDraft | None) -> None:
-    """SpecDecError for a self-draft copy of a split model, or a copy with as many bits as the checkpoint's weights or
-    more.
-    """
+    """SpecDecError for a self-draft copy of a split model, or with as many bits as the checkpoint's weights or more."""
     if self_draft is None:
         return
     check_not_split(checkpoint.mapping.tp_size)

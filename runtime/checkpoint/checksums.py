@@ -1,9 +1,9 @@
-"""Checksums: an artefact records its files and its own content when it is written; here both are compared with the
+"""Checksums: an artefact records its files and its own content when it is written; here both are compared with that
 record.
 
 A directory's `config.json` records the size and SHA-256 of the files beside it, and in `config_digest` a digest of its
-own content; a document in a single file has its digest under `digest`. These find damage and mistakes, not malice:
-whoever can change a file can change its record.
+own content; a JSON document in a single file has its digest under `digest`. Checksums find damage and mistakes, not
+malice: whoever can change a file can change its record.
 """
 
 import json
@@ -21,8 +21,7 @@ from runtime.util.files import check_regular
 
 CONFIG = "config.json"
 NOT_RECORDED = frozenset({CONFIG, "generation_config.json", "chat_template.jinja"})
-"""Files that people edit, so that they have no record: they say how an output ends, and how a conversation is written.
-"""
+"""Files that have no record, since people edit them: how outputs end, and how a conversation is written."""
 
 
 def is_recorded(name: str) -> bool:
@@ -35,7 +34,7 @@ _OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
 
 @dataclass(frozen=True)
 class Artefact:
-    """Words for errors about an artefact: the command that makes its files, and the remedy if they have changed."""
+    """Words for errors about an artefact, such as `the engine was built`, and the remedy if its files have changed."""
 
     since: str
     hint: str
@@ -91,7 +90,7 @@ def _digests_of_config(text: str) -> tuple[str, str]:
 
 
 def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:
-    """SpecDecError for a file that is missing or has another size. Reads no file."""
+    """SpecDecError for a file that is missing, or has another size than recorded. Reads no file."""
     for record in records:
         path = directory / record.name
         check_regular(path)

@@ -78,7 +78,7 @@ ANY_NUMBER = Range()
 
 @dataclass(frozen=True)
 class DefaultField:
-    """A request's field with a number for which a model may have its own default."""
+    """A request's field, a number, for which a model may have its own default."""
 
     range: Range
     is_whole: bool
@@ -93,7 +93,7 @@ class ModelDefaults:
     penalties: dict[str, float] = field(default_factory=dict)
     """`repetition_penalty` and `no_repeat_ngram_size`, which transformers' `generate` applies to greedy outputs too."""
     sampling: dict[str, float] = field(default_factory=dict)
-    """`temperature`, `top_k`, `top_p` and `min_p`, for chats; only temperature 0 if `do_sample` is false."""
+    """`temperature`, `top_k`, `top_p` and `min_p`; only temperature 0 if `do_sample` is false."""
     not_done: tuple[str, ...] = ()
     """Settings in the file that specdec does not support."""
 
@@ -103,13 +103,13 @@ class ModelDefaults:
 
 
 def read_end_ids(directory: Path) -> frozenset[int] | None:
-    """The ids that end an output; None if the file does not exist or names none."""
+    """The ids that end an output; None if the file does not exist or names none. SpecDecError for other values."""
     ids = _read(directory).get("eos_token_id")
     return None if ids is None else as_end_ids(ids, directory)
 
 
 def as_end_ids(ids: Any, directory: Path) -> frozenset[int]:
-    """The ids as a list, from one id or several. SpecDecError for anything else, naming the file in `directory` to
+    """The set of ids from one id or a list. SpecDecError for anything else, naming the file in `directory` to
     correct.
     """
     found = ids if isinstance(ids, list) else [ids]
@@ -123,8 +123,8 @@ def as_end_ids(ids: Any, directory: Path) -> frozenset[int]:
 
 
 def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> ModelDefaults:
-    """The file's values for these fields. SpecDecError for a value that is not a number or is out of range. If `top_k`
-    is missing, it is None; transformers' `generate` uses 50.
+    """The file's values for these fields. SpecDecError for a value that is not a number or is out of range. A missing
+    `top_k` stays out, whereas transformers' `generate` uses 50.
     """
     config = _read(directory)
     found = {
@@ -160,7 +160,7 @@ def _correct(directory: Path) -> str:
 
 
 def check_generation_config(directory: Path, fields: Mapping[str, DefaultField]) -> None:
-    """SpecDecError for a file that cannot be read, or whose values cannot be used to generate."""
+    """SpecDecError for a file that cannot be read, or that has a wrong value."""
     read_end_ids(directory)
     read_model_defaults(directory, fields)
 

@@ -3,7 +3,8 @@
 The engine gives the same bits for a token in a prompt and in a step. So at every position of an answer the check
 computes the token that the engine would have chosen, by the request's own sampler (its seed's noise, penalties, the
 grammar's mask), and finds the first token of the answer that differs. If bits may differ, an answer is checked within
-rounding. If a drafter's probabilities took part in its draws, it is checked by likelihood. A finding names its rule.
+rounding. If a drafter's probabilities took part in its draws, or another engine gave it, it is checked by likelihood.
+A finding names its rule.
 """
 
 import dataclasses
@@ -34,15 +35,15 @@ from runtime.text.thinking import thinking_of
 from runtime.util.errors import SpecDecError
 
 MOST_DEVIATIONS = 4.5
-"""A sampled answer counts as unlikely if its log-probability is lower than expected by more than this number of
-standard deviations; that happens to 3 in a million true answers.
+"""A sampled answer is unlikely if its log-probability is lower than expected by more than this number of standard
+deviations, as that of 3 in a million true answers.
 """
 LEAST_AGREEMENT = 0.8
-"""A greedy answer of another engine counts as unlikely if a smaller share of its tokens are this engine's choices."""
+"""A greedy answer is unlikely if a smaller share of its tokens are this engine's choices."""
 
 
 class _Refused(Exception):
-    """A receipt that this engine cannot check, and a sentence with the reason."""
+    """A receipt cannot be checked, for the reason in the sentence."""
 
 
 @dataclass(kw_only=True)
@@ -54,9 +55,9 @@ class _Case(LongDraft):
     relation: Relation
     rule: Rule
     end: int
-    """Number of the output's tokens after which the engine would end it, or after which the output ends."""
+    """Number of tokens after which the engine ends the output, or else the output's own number of tokens."""
     end_reason: FinishReason | None
-    """Reason why the engine ends there; None if it would continue, and a further row gives its next token."""
+    """Reason why the engine ends there; None if it would go on, and a further row gives its next token."""
     finding: Finding | None = None
     num_ties: int = 0
     logprob: float = 0.0
@@ -65,13 +66,13 @@ class _Case(LongDraft):
     num_agreeing: int = 0
 
     def found(self, finding: Finding) -> None:
-        """Note the first wrong token; later tokens are not looked at."""
+        """Keep the finding of the first wrong token; later tokens are not looked at."""
         self.finding, self.is_over = finding, True
 
 
 class Checker:
     """An opened engine that checks answers, in their order, several at a time. `compiled` compiles the grammars of
-    outputs. `rule` is the strictest rule to use; None for the rule that fits each receipt.
+    outputs. All answers are checked by `rule`, or, if it is None, by the rule that fits each receipt.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Checker:
         self._tokenizer, self._compiled, self._rule = tokenizer, compiled, rule
 
     def check(self, reads: Iterable[Read]) -> Iterator[Finding]:
-        """A finding for each receipt that was read."""
+        """A finding for each line that was read, in their order."""
         group: list[_Case | Finding] = []
         num_cases = num_logits = 0
         for read in reads:
@@ -106,7 +107,7 @@ class Checker:
             yield one if isinstance(one, Finding) else _finding_of(one)
 
     def _prepare(self, read: Read) -> _Case | Finding:
-        """The case of a receipt, or the reason why it cannot be checked."""
+        """The case of a receipt, or a finding with the reason why it cannot be checked."""
         receipt = read.receipt
         relation = None if receipt is None else relation_of(receipt.fingerprint, self.fingerprint)
         name = None if receipt is None else receipt.name
@@ -253,8 +254,8 @@ def _rule_of(receipt: Receipt, relation: Relation, *, is_invariant: bool) -> Rul
 
 
 def _end_of(request: Request, output: Seq[int]) -> tuple[int, FinishReason | None]:
-    """Number of tokens after which the engine ends this output, and the reason; None as reason if the engine would
-    continue.
+    """Number of tokens after which the engine ends this output, and the reason; for an output that the engine would
+    continue, its number of tokens and None.
     """
     sequence = Sequence(request, list(request.prompt_tokens))
     for num_tokens, token in enumerate(output, 1):
@@ -265,7 +266,7 @@ def _end_of(request: Request, output: Seq[int]) -> tuple[int, FinishReason | Non
 
 
 def _margin(case: _Case, prefix: list[int], row: Tensor, token: int, other: int) -> float | None:
-    """Difference of the logits of two tokens, with the noise of sampling; None if one token cannot be chosen."""
+    """Difference of the logits of two tokens, with the noise of sampling; None if one of them cannot be chosen."""
     ranking = case.sampler.ranking(prefix, row)
     temperature = 1.0 if case.sampler.is_greedy else case.request.sampling.temperature
     margin = float(ranking[token] - ranking[other]) * temperature
@@ -273,14 +274,14 @@ def _margin(case: _Case, prefix: list[int], row: Tensor, token: int, other: int)
 
 
 def _probs(case: _Case, prefix: list[int], row: Tensor) -> Tensor:
-    """Probabilities float64 [vocab]; for a greedy request, of its scores."""
+    """Probabilities [vocab] of the next token; for a greedy request, float64 from its scores."""
     if case.sampler.is_greedy:
         return case.sampler.scores(prefix, row).double().softmax(-1)
     return case.sampler.probs(prefix, row)
 
 
 def _wrong(case: _Case, place: int, row: Tensor, token: int) -> Finding:
-    """Note that the answer's token at `place` is not the engine's `token`, or that the answer has ended there."""
+    """The finding that the answer's token at `place` is not the engine's `token`, or that the answer ends before it."""
     prefix, other = case.prefix(place), case.token_at(place)
     if other is None:
         return _finding_of(
@@ -302,7 +303,7 @@ def _wrong(case: _Case, place: int, row: Tensor, token: int) -> Finding:
 
 
 def _finding_of(case: _Case, **found: object) -> Finding:
-    """The finding of a case: the first wrong token, or, without one, the result from its tokens and its end."""
+    """A finding about a case: with the fields in `found`, or, without them, the result of its tokens and its end."""
     common = Finding(
         where=case.read.where,
         name=case.receipt.name,
@@ -343,7 +344,7 @@ def _by_likelihood(case: _Case, common: Finding) -> Finding:
 
 
 def _wrong_end(case: _Case) -> str | None:
-    """A sentence on the wrong end of an answer whose tokens are right; None if the end is right too."""
+    """A sentence about the end of an answer whose tokens are right; None if the end is right too."""
     if case.end < len(case.output):
         return f"the answer goes on where the engine ends ({case.end_reason})"
     if case.end_reason != case.receipt.finish_reason:

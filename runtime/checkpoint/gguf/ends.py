@@ -1,7 +1,7 @@
 """The tokens that end an answer of a GGUF file's model, by llama.cpp's rules (`src/llama-vocab.cpp`).
 
-A file names one end token, or a few. llama.cpp knows others by their text, and so does this module. One rule is ours: a
-`</s>` that is plain text in the file (Qwen's, Gemma's) is an HTML tag and does not end an answer.
+A file names one end token, or a few. llama.cpp knows further end tokens by their texts, and so does this module. One
+rule is ours: a `</s>` that is plain text in the file (Qwen's, Gemma's) is an HTML tag and does not end an answer.
 """
 
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ _CODE_MARKS = frozenset({
     "▁<MID>", "<|code_middle|>", "<|middle|>",
 })  # fmt: skip
 MARKS = ENDS.union(_CODE_MARKS, *_CODE_ENDS.values())
-"""Texts of tokens that are looked for in a text before it is split, whatever type the file gives them."""
+"""Texts of tokens that are found in a text before it is split, whatever types the file gives the tokens."""
 
 
 def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
-    """The ids that end an answer: the ids that the file names, and tokens known by their texts. SpecDecError if a named
-    id is not a number.
+    """The ids that end an answer, sorted: ids that the file names, and ids of tokens known by their texts. SpecDecError
+    if a named id is not a number.
     """
     tokens, types = metadata.get(f"{TOKENIZER}tokens", []), metadata.get(f"{TOKENIZER}token_type", [])
     named = {i for name in ("eos", "eot", "eom") if (i := token_id(metadata, f"{name}_token_id")) is not None}
@@ -51,7 +51,7 @@ def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _is_html(token: str, token_type: list[int]) -> bool:
-    """True if `</s>` is plain text: Qwen's vocabulary has it among its words, Gemma's among its HTML tags."""
+    """True for a `</s>` that is plain text: Qwen's vocabulary has it among its words, Gemma's among its HTML tags."""
     return token == "</s>" and token_type in ([NORMAL], [USER_DEFINED])
 
 

@@ -1,4 +1,4 @@
-"""Families of models as llama.cpp stores them: each family's config and names of tensors."""
+"""Families of models as llama.cpp stores them: the config of each, and its names of tensors."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from runtime.checkpoint.gguf.ropes import (
 from runtime.util.errors import SpecDecError
 
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10000.0
-_LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # whose attention has a scale of its own
+_LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # these two models have another scale of attention
 
 
 def _of_llama(model: Metadata) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def _of_llama(model: Metadata) -> dict[str, Any]:
 
 
 def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
-    """Every layer has experts; the weights of a token's experts are normalized over the chosen experts."""
+    """Every layer has experts; weights of a token's chosen experts add up to 1."""
     return {
         "num_experts": model.get("expert_count"),
         "num_experts_per_tok": model.get("expert_used_count"),
@@ -41,7 +41,9 @@ def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
 
 
 def _of_qwen2_moe(model: Metadata) -> dict[str, Any]:
-    """Besides the chosen experts, one expert computes every token; weights are normalized over all experts."""
+    """A shared expert computes every token besides the chosen experts; weights of all experts, not of the chosen ones,
+    add up to 1.
+    """
     shared = model.get("expert_shared_feed_forward_length")
     return _of_qwen3_moe(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
 
@@ -55,7 +57,7 @@ def _of_mixtral(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gpt_oss(model: Metadata) -> dict[str, Any]:
-    """Every other layer has a window, the first layer included. The bounds of its rotary scaling are not rounded."""
+    """Every other layer has a window, from the first on. The bounds of yarn's range are not rounded."""
     num_layers = int(model.get("block_count"))
     rope = rope_of(model)
     return {
@@ -69,8 +71,8 @@ def _of_gpt_oss(model: Metadata) -> dict[str, Any]:
 
 
 def _of_mistral_3(model: Metadata) -> dict[str, Any]:
-    """Queries get a temperature that changes after every original context length; yarn's parameters contain that length
-    too.
+    """Queries are scaled by a factor that grows after each multiple of the original context length. Rotary parameters
+    contain that length, also without yarn.
     """
     rope = rope_of(model)
     own = {
@@ -83,7 +85,7 @@ def _of_mistral_3(model: Metadata) -> dict[str, Any]:
 
 
 def _of_phi_3(model: Metadata) -> dict[str, Any]:
-    """All layers have a window, or none has; the config says the original context length twice."""
+    """All layers have a window, or none has. The original context length is in longrope's parameters too."""
     return {
         "sliding_window": model.get("attention.sliding_window", 0) or None,
         "original_max_position_embeddings": model.get(ORIGINAL_CONTEXT, model.get("context_length")),
@@ -95,7 +97,7 @@ def _of_glm_4(model: Metadata) -> dict[str, Any]:
 
 
 def _of_granite(model: Metadata) -> dict[str, Any]:
-    """The config has multipliers; a missing multiplier, or 0, means the default."""
+    """Granite's multipliers. A multiplier that is missing or 0 has its default."""
     return {
         "attention_multiplier": model.get("attention.scale", 0) or model.head_dim**-0.5,
         "embedding_multiplier": model.get("embedding_scale", 0) or 1.0,
@@ -105,7 +107,7 @@ def _of_granite(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gemma_2(model: Metadata) -> dict[str, Any]:
-    """Every other layer has a window, the first layer included."""
+    """Every other layer has a window, from the first on."""
     num_layers = int(model.get("block_count"))
     return _of_gemma(model) | {
         "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
@@ -116,7 +118,7 @@ def _of_gemma_2(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gemma_3(model: Metadata) -> dict[str, Any]:
-    """Layers with a window and full layers, each kind with its own rotary positions."""
+    """Layers with a window and full layers, each kind with rotary positions of its own."""
     num_layers = int(model.get("block_count"))
     pattern = model.find("attention.sliding_window_pattern")
     if isinstance(pattern, list):
@@ -148,8 +150,8 @@ def _of_gemma(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gemma_4(model: Metadata) -> dict[str, Any]:
-    """Layers with a window have heads of another size than full layers; the last layers may have no keys and values of
-    their own, and a wider feed-forward layer.
+    """Layers with a window have heads of another size than full layers. The last layers may share the keys and values
+    of layers before them, and have a feed-forward layer of twice the width.
     """
     tensors, num_layers = model.header.tensors, int(model.get("block_count"))
     sliding = [bool(one) for one in model.by_layer("attention.sliding_window_pattern")]
@@ -203,8 +205,8 @@ def _head_dim_of_windows(model: Metadata) -> int:
 
 
 def _rope_of_gemma_4(model: Metadata) -> dict[str, Any]:
-    """Rotary positions in full layers turn only the first numbers of each half of a head: the file has a factor of 1
-    for these numbers, and `_STILL` for the rest.
+    """Rotary positions in full layers turn only the first numbers of each half of a head: the file has the factor 1 for
+    these numbers, and `_STILL` for all others.
     """
     if model.find("rope.scaling.type") not in (None, "none"):
         model.refuse("rope.scaling.type")
@@ -225,7 +227,7 @@ _STILL = 1e30
 
 
 def _rope_of_phi_3(model: Metadata) -> dict[str, Any]:
-    """Two sets of factors: for sequences within the original context length, and beyond it."""
+    """Two sets of factors, for positions within the original context length and beyond it; none for short contexts."""
     tensors = model.header.tensors
     missing = sorted(LONGROPE - tensors.keys())
     if len(missing) == len(LONGROPE):
@@ -268,29 +270,29 @@ _OF_GEMMA_BLOCK = _OF_BLOCK | {
 
 @dataclass(frozen=True)
 class GGUFFamily:
-    """A family of models as llama.cpp stores it; `model_type` is Hugging Face's name."""
+    """A family of models as llama.cpp stores it; `model_type` is its name in Hugging Face's configs."""
 
     model_type: str
     settings: Callable[[Metadata], dict[str, Any]] = lambda model: {}
-    """Settings of the config that only this family has."""
+    """This family's own settings in the config."""
     used: frozenset[str] = frozenset()
-    """Further keys that `settings` reads."""
+    """Further keys that `settings` or `rope` reads."""
     of_block: Mapping[str, str] = field(default_factory=lambda: _OF_BLOCK)
-    """Names of a block's tensors in the file, and of the modules that they belong to."""
+    """Modules of a block, by the names of their tensors in the file."""
     is_interleaved: bool = False
-    """True if the rows of queries and keys are stored in another order."""
+    """True if the file has the rows of queries and keys in another order."""
     shift: float = 0.0
-    """Number added to the weights of norms: llama.cpp stores Gemma's weights with the 1 that the model adds."""
+    """Number to add to the weights of norms: llama.cpp stores Gemma's with the 1 that the model adds."""
     is_partial: bool = False
-    """True if positions may turn a part of each head."""
+    """True if rotary positions may turn only a part of each head."""
     rope: Callable[[Metadata], dict[str, Any]] = rope_of
     experts: str = "mlp.experts"
     """Name of a block's module of experts."""
     layers_differ: bool = False
-    """True if `settings` reads numbers of each layer."""
+    """True if `settings` reads widths and numbers of heads layer by layer."""
     alternates: bool = False
-    """True if gates and up-projections alternate among an expert's outputs in the model, and the experts' weights are
-    [inputs, outputs].
+    """True if gates and up-projections alternate among an expert's outputs in the model, whose experts are then
+    [experts, inputs, outputs].
     """
 
 
@@ -304,7 +306,7 @@ EXPERTS = {
     "ffn_gate_up_exps": "gate_up_proj", "ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj",
     "ffn_down_exps": "down_proj",
 }  # fmt: skip
-"""Tensors of all experts of a layer, and the parameters that they belong to, in this order."""
+"""Parameters of all experts of a layer, by the tensors in the file that they consist of, in this order."""
 _WITH_ROUTER = {"ffn_gate_inp": "mlp.gate"}
 _OF_PHI_3_BLOCK = _OF_BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _OF_GLM_4_BLOCK = _OF_BLOCK | {
@@ -374,7 +376,7 @@ FAMILIES = {
     "hunyuan-dense": GGUFFamily("hunyuan_v1_dense", of_block=_OF_HUNYUAN_BLOCK),
 }
 _MIXTRAL = GGUFFamily("mixtral", _of_mixtral, _OF_MIXTURE, _OF_BLOCK | _WITH_ROUTER, is_interleaved=True)
-"""Mixtral, which is stored as a `llama` with experts."""
+"""Mixtral: a `llama` with experts in the file."""
 
 
 def family_in(header: GGUFHeader) -> GGUFFamily:

@@ -1,5 +1,5 @@
-"""Weights in nf4 and fp4 of bitsandbytes, dequantized when they are read: their 16 code values have fractions, which
-the kernels' code books do not support.
+"""Weights in nf4 and fp4 of bitsandbytes, dequantized when they are read: the 16 numbers of their code books have
+fractions, and our kernels' code books have integers.
 
 number[i] = quant_map[code[i]] x absmax[i // blocksize] in float32, then in the dtype that the file names. absmax is
 float32, or has 8 bits with its own map, scales and offset (double quantization).
@@ -38,9 +38,9 @@ class _Numbers:
     def __call__(
         self,
         codes: Tensor,  # (bytes, 1) of any dtype, two codes a byte, the first in the upper half
-        scales: Tensor,  # (blocks,) float32, or uint8
+        scales: Tensor,  # (blocks,) float32, or uint8 codes
         numbers: Tensor,  # (16,) float32
-        scales_of_scales: Tensor | None = None,
+        scales_of_scales: Tensor | None = None,  # (blocks of scales,) float32
         numbers_of_scales: Tensor | None = None,  # (256,) float32
     ) -> Tensor:
         data = codes.flatten().view(torch.uint8)

@@ -38,7 +38,7 @@ _SIGNS = {
     "_proj_blocks": MXFP4, ".qweight": "AWQ or GPTQ", ".weight_packed": "compressed-tensors",
     ".weight.absmax": "bitsandbytes", ".SCB": "bitsandbytes", "._weight_qdata": "torchao", ".weight_scale_2": "NVFP4",
 }  # fmt: skip
-"""Suffixes of tensors' names, each with the quantization method that it shows."""
+"""Quantization methods, by the ends of tensors' names that give them away."""
 _OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
 _DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
@@ -47,29 +47,29 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """Quantization format of a model. `parts` are the suffixes of a quantized layer's tensors."""
+    """Quantization format of a model. `parts` are the last words of the names of a quantized layer's tensors."""
 
     name: str
     parts: tuple[str, ...]
     scheme_of: Callable[[str], "Scheme"]
-    """Function from a layer's name to its scheme. The name is the model's, or, with `by_source_name`, the file's."""
+    """Gives a layer's scheme by the layer's name in the model, or, with `by_source_name`, in the file."""
     unused: tuple[str, ...] = ()
-    """Suffixes of further tensors of a layer, for the quantization of activations or K/V. They are ignored."""
+    """Last words of further tensors' names, for the quantization of activations or K/V. These tensors are left out."""
     by_source_name: bool = False
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Quantization scheme of one layer."""
+    """Quantization scheme of one layer, which must have the tensors `needed`."""
 
     quant_algo: QuantAlgo
     needed: tuple[str, ...]
     read: Callable[[str, Parts], QuantizedWeight]
-    """Read a layer's tensors; the name is for errors."""
+    """Reads a layer's tensors; the layer's name is for errors."""
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """The config without its quantization. A dtype of 8 bits is dropped: it is the weights' dtype, not the model's."""
+    """The config without its quantization. A dtype of 8 bits goes too: it is the weights' dtype, not the model's."""
     plain = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
     for key in ("dtype", "torch_dtype"):
         if str(plain.get(key)).startswith("float8"):
@@ -80,7 +80,7 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
-    """The model's format; None if it is not quantized. SpecDecError for a format that is not supported."""
+    """The model's format; None if its config says nothing of quantization. SpecDecError for an unsupported format."""
     _refuse_others(config, model_dir)
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, dict) else [config]
@@ -119,7 +119,7 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
 
 
 def _refuse_others(config: dict[str, Any], model_dir: Path) -> None:
-    """SpecDecError for quantization formats whose configs have another form."""
+    """SpecDecError for MLX's and quanto's formats, which are not described under `quantization_config`."""
     where = str(model_dir / "config.json")
     if isinstance(said := config.get("quantization"), dict) and "bits" in said:
         _refuse(f"weights quantized by MLX in {said['bits']} bits", where)
@@ -129,7 +129,7 @@ def _refuse_others(config: dict[str, Any], model_dir: Path) -> None:
 
 
 def _said_beside(model_dir: Path) -> dict[str, Any] | None:
-    """Quantization config from a separate file, as AutoGPTQ and AutoAWQ used to write it and ModelOpt does."""
+    """Quantization config from a separate file, as AutoGPTQ and AutoAWQ wrote it and ModelOpt does."""
     if (model_dir / _MODELOPT).is_file():
         said = read_json(model_dir / _MODELOPT).get("quantization")
         return {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}
@@ -140,7 +140,7 @@ def _said_beside(model_dir: Path) -> dict[str, Any] | None:
 
 
 def _name_of(method: object, said: object) -> str:
-    """Common name of the quantization method."""
+    """The quantization method as a sentence names it."""
     algo = said.get("quant_algo") if isinstance(said, dict) else None
     names = {"modelopt": f"ModelOpt ({algo})", None: "a method that it does not name"}
     return names.get(method if isinstance(method, str) else None, str(method))
@@ -153,9 +153,10 @@ def _refuse(what: str, where: str) -> NoReturn:
 def find_layers(
     tensors: list[SourceTensor], found: Format | None, shapes: Mapping[str, tuple[int, ...]], model_dir: Path
 ) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """The quantized layers, and the remaining tensors.
+    """The quantized layers by name, and the remaining tensors; weights in MXFP4 and bitsandbytes' 4 bits are among
+    these, to be dequantized.
 
-    SpecDecError for a layer that lacks a tensor, or has another shape than the model's.
+    SpecDecError for a layer that lacks a tensor, or has another shape than in `shapes`, the model's.
     """
     if found is None:
         _refuse_unsaid(tensors, shapes, model_dir)
@@ -205,7 +206,7 @@ def _refuse_unsaid(tensors: list[SourceTensor], shapes: Mapping[str, object], mo
 def check_shapes(
     layers: Mapping[str, PrequantizedLayer], shapes: Mapping[str, tuple[int, ...]], model_dir: Path
 ) -> None:
-    """SpecDecError for a layer whose shape contradicts the config."""
+    """SpecDecError for a layer whose shape is not that in `shapes`, which follow from the config."""
     for name, layer in layers.items():
         shape = layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()}).shape
         if shapes.get(f"{name}.weight", shape) != shape:
@@ -214,7 +215,7 @@ def check_shapes(
 
 
 def _is_foreign_bias(tensor: SourceTensor, layers: Mapping[str, object], shapes: Mapping[str, object]) -> bool:
-    """True for a bias that the model has no place for: AutoGPTQ saves zeros as biases of layers that have none."""
+    """True for zeros that AutoGPTQ saves as the bias of a layer without one. SpecDecError for other numbers."""
     name, _, part = tensor.name.rpartition(".")
     is_known = f"{name}.weight" in shapes or _OF_AN_EXPERT.search(name) is not None
     if part != "bias" or name not in layers or not is_known or tensor.name in shapes:
@@ -242,7 +243,7 @@ def _layer(name: str, parts: dict[str, SourceTensor], found: Format) -> Prequant
 
 
 def _check_groups(name: str, scales: Tensor, inputs: int, group_size: int | None) -> None:
-    """SpecDecError unless there is one scale for each group of the size in the config."""
+    """SpecDecError unless there is a scale for each group of `group_size` inputs; None or -1 means all inputs."""
     size = inputs if group_size is None or group_size < 0 else group_size
     if size == 0 or inputs % size:
         raise SpecDecError(f"groups of {size} do not divide the {inputs} inputs of `{name}`", hint=_DAMAGED)
@@ -338,7 +339,9 @@ def _gptq(said: dict[str, Any], where: str) -> Format:
 
 
 def _order_of(name: str, groups: Tensor, group_size: int) -> Tensor:
-    """Order of the inputs that puts the columns of each group side by side, and keeps their order within a group."""
+    """The inputs in an order in which those of a group, by `groups` [inputs], are side by side. SpecDecError for groups
+    of different sizes.
+    """
     order = groups.argsort(stable=True).int()
     if not groups.is_meta:
         wanted = torch.arange(len(groups)) // group_size
@@ -373,7 +376,9 @@ def _fp8(said: dict[str, Any]) -> Format:
 def _read_values(
     name: str, values: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int | None]
 ) -> QuantizedWeight:
-    """Read 8-bit values unchanged."""
+    """A weight with the values [outputs, inputs] unchanged. `block` is the number of outputs that share scales, and the
+    number of inputs that share one, None for all.
+    """
     outputs, inputs = values.shape
     rows, columns = block
     if rows > 1 and columns is not None and inputs > columns and inputs % columns:
@@ -431,7 +436,7 @@ def _scale_of_all(name: str, scale: Tensor) -> Tensor:
 
 
 def _read_codes(name: str, codes: Tensor, scales: Tensor, group_size: int) -> QuantizedWeight:
-    """Read codes unchanged: two in a byte, the first in the lower half."""
+    """A weight with the codes of e2m1 unchanged, uint8 [outputs, inputs / 2]: the first in the lower half of a byte."""
     if codes.dtype != torch.uint8 or codes.dim() != 2:
         raise SpecDecError(f"`{name}` should be a table of bytes: {codes.dtype} {list(codes.shape)}", hint=_DAMAGED)
     _check_groups(name, scales, codes.shape[1] * 2, group_size)
@@ -460,10 +465,10 @@ def _torchao(model_dir: Path) -> Format:
 
 
 def _torchao_classes(model_dir: Path) -> dict[str, dict[str, Any]]:
-    """The headers' records of weights by name: the class `_type`, and `_data` with its settings."""
+    """Records in the files' headers, by names of weights: the class `_type`, and `_data` with its settings."""
     said = dict[str, Any]()
     for path in weight_files(model_dir):
-        with path.open("rb") as file, suppress(SafetensorError):  # a damaged one is told when its tensors are read
+        with path.open("rb") as file, suppress(SafetensorError):  # raised again when the file's tensors are read
             said |= read_metadata(file)
     return {name: json.loads(value) for name, value in said.items() if name.endswith(".weight")}
 
@@ -484,7 +489,7 @@ def _torchao_scheme(
 
 
 def _torchao_integers(settings: dict[str, Any], where: str) -> Scheme:
-    """Scheme for integers of 8 bits or fewer, each in a byte of its own."""
+    """Scheme for integers of 8 bits or fewer, each in a byte; integers of up to 4 bits are packed in pairs here."""
     target = settings.get("target_dtype")
     bits = int(str(target["_data"]).removeprefix("int")) if isinstance(target, dict) else 8
     bits = 4 if bits <= 4 else 8
@@ -500,7 +505,7 @@ def _torchao_integers(settings: dict[str, Any], where: str) -> Scheme:
 
 
 def _torchao_packed(settings: dict[str, Any], where: str) -> Scheme:
-    """Scheme for 4-bit codes in pairs, the first in the lower half of a byte; scales and zero points are [groups,
+    """Scheme for 4-bit integers in pairs, the first in the lower half of a byte. Scales and zero points are [groups,
     outputs].
     """
 
@@ -535,7 +540,7 @@ _TORCHAO: dict[str, Callable[[dict[str, Any], str], Scheme]] = {
 
 
 def _in_4_bits(name: str, weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight with two 4-bit values in a byte; in the given weight each value has a byte of its own."""
+    """The weight with two 4-bit values in a byte, from a weight with one in each. SpecDecError for larger values."""
     values = weight.values
     if not values.is_meta and bool(((values > 7) | (values < -8)).any()):
         raise SpecDecError(f"numbers of `{name}` do not fit 4 bits", hint=_DAMAGED)
@@ -621,7 +626,7 @@ _CODES = {
     "nvfp4-pack-quantized": Scheme("NVFP4", ("weight_packed", "weight_scale", "weight_global_scale"), _read_nvfp4),
     "mxfp4-pack-quantized": Scheme("W4A16_MXFP4", ("weight_packed", "weight_scale"), _read_mxfp4),
 }
-"""Layouts of numbers in e2m1."""
+"""Schemes of layouts whose numbers are in e2m1."""
 
 
 def _packed_reader(bits: int, group_size: int | None, *, has_zeros: bool) -> Callable[[str, Parts], QuantizedWeight]:
@@ -652,7 +657,7 @@ def _packed_reader(bits: int, group_size: int | None, *, has_zeros: bool) -> Cal
 def _packed_zeros(words: Tensor, bits: int, outputs: int) -> Tensor:
     """Zero points, int16 [outputs, groups], from words packed along the outputs."""
     if words.dtype != torch.int32:
-        return words.short()  # not packed: of a whole weight
+        return words.short()  # a whole weight's, which is not packed
     return signed(unpack(words.t(), bits)[:, :outputs], bits).t().short().contiguous()
 
 

@@ -4,8 +4,8 @@
     weight[n, k] = scales[n, g] x (values[n, j] + 2^(bits - 1)) + offsets[n, g]   where there are offsets, or
     weight[n, k] = scales[n, g] x book[values[n, j]]                              where there is a code book
 
-of the group g = j // group_size; k is j, or `order[j]` where inputs were reordered. All in float32; then rounded to the
-dtype that is asked for.
+in the group g = j // group_size; k is j, or `order[j]` where inputs were reordered. It is computed in float32, and then
+rounded to the wanted dtype.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,9 +27,9 @@ _PREFIX = "weight_"
 _VALUES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
 _LOST = "the model is damaged, or its config.json is another model's; download it again"
 Present = Callable[..., AbstractContextManager[object]]
-"""Context manager in which the given tensors hold their numbers in memory."""
+"""Context manager that gives tensors their numbers in memory for its block."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions of eight neighbouring numbers in a 32-bit word, in AWQ's order."""
+"""Places of eight neighbouring numbers within AWQ's 32-bit words."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,13 @@ class QuantizedWeight:
     the first in the lower half.
     """
     scales: Tensor
-    """Scales [outputs, groups] in float32, float16 or bfloat16. They may be negative, and are 0 only for groups of
-    zeros.
-    """
+    """Scales [outputs, groups] in float32, float16 or bfloat16; they may be negative."""
     zeros: Tensor | None = None
     """Zero points, int16 [outputs, groups]."""
     offsets: Tensor | None = None
     """Offsets, float32 [outputs, groups]. A weight with offsets has no zeros."""
     order: Tensor | None = None
-    """The layer's input that each column belongs to, int32 [inputs]."""
+    """The input that each column belongs to, int32 [inputs]; None if columns are in the inputs' order."""
     book: Tensor | None = None
     """Code book, int8 [16]: the numbers that 4-bit values stand for. A weight with a code book has neither zeros nor
     offsets.
@@ -119,7 +117,7 @@ class QuantizedWeight:
         return replace(self, **{name: part[order] for name, part in self.by_output().items()})
 
     def check(self, name: str) -> None:
-        """SpecDecError, naming the layer, if shapes or dtypes do not fit each other, or numbers are NaN or infinite."""
+        """SpecDecError, naming the layer, if its tensors' shapes, dtypes or numbers cannot be those of a weight."""
         self._check_forms(name)
         if self.values.is_meta:
             return
@@ -166,7 +164,7 @@ class QuantizedWeight:
 
 
 def pack_int4(integers: Tensor) -> Tensor:
-    """Two values to a byte, uint8 [outputs, inputs / 2], from int8 [outputs, inputs] with values from -8 to 7."""
+    """Two values in a byte, uint8 [outputs, inputs / 2], from int8 [outputs, inputs] with values from -8 to 7."""
     counts = (integers + 8).to(torch.uint8)
     return counts[:, ::2] | counts[:, 1::2] << 4
 
@@ -174,7 +172,7 @@ def pack_int4(integers: Tensor) -> Tensor:
 def from_integers(
     integers: Tensor, scales: Tensor, *, bits: int, zeros: Tensor | None = None, order: Tensor | None = None
 ) -> QuantizedWeight:
-    """Build a weight from int8 integers [outputs, inputs] that fit into `bits`, 4 or 8."""
+    """The weight with these int8 integers [outputs, inputs], which fit into `bits`, 4 or 8."""
     values = pack_int4(integers) if bits == 4 else integers.contiguous()
     return QuantizedWeight(values, scales.contiguous(), zeros=zeros, order=order)
 
@@ -182,8 +180,8 @@ def from_integers(
 def take_quantized(
     tensors: dict[str, Tensor], present: Present = lambda *_: nullcontext()
 ) -> dict[str, QuantizedWeight]:
-    """Quantized weights by their layers' names, taken out of a checkpoint's tensors. Each layer's tensors are read
-    within the context `present`.
+    """Quantized weights by their layers' names, taken out of a checkpoint's tensors and checked. Numbers are looked at
+    within `present`.
     """
     parts: dict[str, dict[str, Tensor]] = {}
     suffixes = {f".{_PREFIX}{field.name}": field.name for field in fields(QuantizedWeight)}
@@ -204,12 +202,12 @@ def _from_parts(name: str, parts: Mapping[str, Tensor], present: Present) -> Qua
     return weight
 
 
-# Integers out of the words that checkpoints pack them into. Values are never looked at: shapes are found on `meta`.
+# Integers from the words that they are packed into. No value is looked at, so this works on the device `meta` too.
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Numbers uint8 [rows, numbers] from words int32 [rows, words], which hold numbers of 4 or 8 bits each, the first
-    in the lowest bits.
+    """Numbers of 4 or 8 bits, uint8 [rows, numbers], from words int32 [rows, words], the first number in the lowest
+    bits.
     """
     numbers: Tensor = words.contiguous().view(torch.uint8)
     if bits == 8:
@@ -219,21 +217,21 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """Unpack 4 bits in AWQ's order, like `unpack`."""
+    """Numbers of 4 bits as from `unpack`, from words in AWQ's order."""
     numbers = unpack(words, 4)
     ordered: Tensor = numbers.view(numbers.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].flatten(1)
     return ordered
 
 
 def signed(numbers: Tensor, bits: int) -> Tensor:
-    """Signed numbers, int8: codes from 0 on, less half of their range."""
+    """Signed numbers, int8: codes from 0 on, less half of their range, which is 8 for 4 bits."""
     centred: Tensor = numbers.to(torch.int16) - 2 ** (bits - 1)
     return centred.to(torch.int8)
 
 
 def scales_of(scales: Tensor, outputs: int, block_rows: int = 1) -> Tensor:
-    """Scales [outputs, groups] from one scale for the weight, one for each output, or one for each block of outputs and
-    groups.
+    """Scales [outputs, groups] from a single scale, a scale for each output, or scales for blocks of `block_rows`
+    outputs.
     """
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(outputs, 1)
