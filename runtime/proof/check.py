@@ -7,7 +7,6 @@ rounding. If a drafter's probabilities took part in its draws, or another engine
 A finding names its rule.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -26,7 +25,7 @@ from runtime.core.stats import FinishReason
 from runtime.core.thinking import Thinking
 from runtime.engine.engine import Engine
 from runtime.loop.lossless.check import is_chosen_within, rounding_of
-from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
+from runtime.proof.long_drafts import LongDraft, LongDrafts, in_groups
 from runtime.proof.receipts import Read
 from runtime.proof.records import Finding, Fingerprint, Receipt, Relation, Rule, differences, in_words, relation_of
 from runtime.text.call_formats import named_reasoning_format
@@ -88,23 +87,11 @@ class Checker:
 
     def check(self, reads: Iterable[Read]) -> Iterator[Finding]:
         """A finding for each line that was read, in their order."""
-        group: list[_Case | Finding] = []
-        num_cases = num_logits = 0
-        for read in reads:
-            case = self._prepare(read)
-            group.append(case)
-            if isinstance(case, _Case):
-                num_cases += 1
-                num_logits += case.num_rows * self.engine.config.vocab_size
-            if num_cases == self.engine.max_batch_size or num_logits > MOST_LOGITS_OF_GROUP or len(group) > 1000:
-                yield from self._findings(group)
-                group, num_cases, num_logits = [], 0, 0
-        yield from self._findings(group)
-
-    def _findings(self, group: Seq[_Case | Finding]) -> Iterator[Finding]:
-        LongDrafts(self.engine, self._judge).compute([one for one in group if isinstance(one, _Case)])
-        for one in group:
-            yield one if isinstance(one, Finding) else _finding_of(one)
+        cases = map(self._prepare, reads)
+        for group in in_groups(cases, self.engine, lambda one: one.num_rows if isinstance(one, _Case) else 0):
+            LongDrafts(self.engine, self._judge).compute([one for one in group if isinstance(one, _Case)])
+            for one in group:
+                yield one if isinstance(one, Finding) else _finding_of(one)
 
     def _prepare(self, read: Read) -> _Case | Finding:
         """The case of a receipt, or a finding with the reason why it cannot be checked."""
@@ -211,12 +198,11 @@ class Checker:
         other = case.token_at(place)
         if other is None:
             return False
-        prefix = case.prefix(place)
         rounding = rounding_of(self.engine.config, row)
-        margin = _margin(case, prefix, row, token, other)
+        margin = case.margin(place, row, token, other)
         if margin is not None:
             return margin <= 2 * rounding  # each of the two may be off
-        return is_chosen_within(case.sampler, prefix, row, other, rounding)
+        return is_chosen_within(case.sampler, case.prefix(place), row, other, rounding)
 
     def _judge_likelihood(self, case: _Case, logits: Tensor) -> None:
         for place, row in enumerate(logits, case.num_judged):
@@ -226,13 +212,10 @@ class Checker:
             except NoValidToken as error:
                 case.found(_finding_of(case, verdict="wrong", place=place, reason=error.message))
                 return
-            if place >= case.end:
+            if place >= case.end or not probs[case.output[place]] > 0:
                 case.found(_wrong(case, place, row, int(probs.argmax())))
                 return
             token, logs = case.output[place], torch.log(probs.clamp_min(1e-300))
-            if not probs[token] > 0:
-                case.found(_wrong(case, place, row, int(probs.argmax())))
-                return
             mean = float((probs * logs).sum())
             case.logprob += float(logs[token])
             case.expected += mean
@@ -254,23 +237,13 @@ def _rule_of(receipt: Receipt, relation: Relation, *, is_invariant: bool) -> Rul
 
 
 def _end_of(request: Request, output: Seq[int]) -> tuple[int, FinishReason | None]:
-    """Number of tokens after which the engine ends this output, and the reason; for an output that the engine would
-    continue, its number of tokens and None.
-    """
+    """Number of tokens after which the engine ends the output, and why; all and None if it would go on."""
     sequence = Sequence(request, list(request.prompt_tokens))
     for num_tokens, token in enumerate(output, 1):
         sequence.tokens.append(token)
         if (reason := sequence.reason_to_finish()) is not None:
             return num_tokens, reason
     return len(output), None
-
-
-def _margin(case: _Case, prefix: list[int], row: Tensor, token: int, other: int) -> float | None:
-    """Difference of the logits of two tokens, with the noise of sampling; None if one of them cannot be chosen."""
-    ranking = case.sampler.ranking(prefix, row)
-    temperature = 1.0 if case.sampler.is_greedy else case.request.sampling.temperature
-    margin = float(ranking[token] - ranking[other]) * temperature
-    return margin if math.isfinite(margin) else None
 
 
 def _probs(case: _Case, prefix: list[int], row: Tensor) -> Tensor:
@@ -297,7 +270,7 @@ def _wrong(case: _Case, place: int, row: Tensor, token: int) -> Finding:
         engine_token=token,
         probability=float(_probs(case, prefix, row)[other]),
         rank=1 + int((scores > scores[other]).sum()) if is_possible else None,
-        gap=_margin(case, prefix, row, token, other),
+        gap=case.margin(place, row, token, other),
         reason="the engine chooses another token" if is_possible else "the engine can never choose this token here",
     )
 
@@ -334,7 +307,7 @@ def _by_likelihood(case: _Case, common: Finding) -> Finding:
     agreement = case.num_agreeing / num_judged
     deviations = (case.logprob - case.expected) / math.sqrt(case.variance) if case.variance > 0 else 0.0
     is_likely = agreement >= LEAST_AGREEMENT if case.sampler.is_greedy else deviations >= -MOST_DEVIATIONS
-    return dataclasses.replace(
+    return replace(
         common,
         verdict="likely" if is_likely else "unlikely",
         agreement=agreement,

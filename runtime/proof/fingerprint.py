@@ -32,12 +32,9 @@ _DIGEST_LEN = 16
 def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
     """The fingerprint of an opened engine. 48 tokens are computed for it, in two steps."""
     config = engine.config
-    quantization = config.quantization
-    formats = (
-        None
-        if quantization is None
-        else (quantization.quant_algo, quantization.activations, quantization.kv_cache_quant_algo)
-    )
+    formats: tuple[str | None, ...] = ()
+    if (found := config.quantization) is not None:
+        formats = found.quant_algo, found.activations, found.kv_cache_quant_algo
     shapes = (config.pretrained_config.get("model_type"), config.vocab_size, layers_of_all_ranks(config), config.states)
     return Fingerprint(
         logits=engine.turns.take_with_room(lambda: digest_of_logits(engine)),
@@ -46,7 +43,7 @@ def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
         tokenizer=None if tokenizer is None else tokenizer_digest(tokenizer)[:_DIGEST_LEN],
         vocab_size=config.vocab_size,
         dtype=config.dtype,
-        quantization=None if formats is None else " ".join(str(one) for one in formats if one is not None),
+        quantization=" ".join(filter(None, formats)) or None,
         tp_size=config.mapping.tp_size,
         compiler=config.build_config.compiler,
         processor=_processor(config),
@@ -59,9 +56,7 @@ def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
 
 
 def layers_of_all_ranks(config: EngineConfig) -> tuple[LayerShape, ...]:
-    """The layers of the whole model; a split engine's config has a rank's. Two K/V heads on four ranks are a head on
-    each rank, so each head is there twice.
-    """
+    """The layers with the K/V heads of all ranks; of two heads on four ranks each is there twice, and counts once."""
     tp_size, num_heads = config.mapping.tp_size, config.pretrained_config.get("num_key_value_heads")
     if tp_size == 1:
         return config.layers

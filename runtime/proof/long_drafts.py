@@ -1,6 +1,7 @@
 """Outputs that are computed as long drafts: the logits at all their positions, several outputs at a time."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +18,10 @@ from runtime.util.errors import SpecDecError
 
 _MOST_LOGITS = 1 << 23
 """Logits (numbers) of an output that are computed at once."""
-MOST_LOGITS_OF_GROUP = 1 << 25
+_MOST_LOGITS_OF_GROUP = 1 << 25
 """Logits (numbers) of all outputs that are computed together."""
+_MOST_IN_GROUP = 1000
+"""Items in a group, with items that are not computed."""
 
 
 @dataclass
@@ -53,16 +56,42 @@ class LongDraft:
         """Positions for logits [rows, vocab], whose first row comes after `place` tokens of the output."""
         return Positions(self.sampler, self.prefix(place), self.output[place : place + len(logits) - 1], logits)
 
+    def margin(self, place: int, row: Tensor, token: int, other: int) -> float | None:
+        """Difference of the logits `row` [vocab] of two tokens, with the noise of sampling; None if one of them cannot
+        be chosen.
+        """
+        ranking = self.sampler.ranking(self.prefix(place), row)
+        temperature = 1.0 if self.sampler.is_greedy else self.request.sampling.temperature
+        margin = float(ranking[token] - ranking[other]) * temperature
+        return margin if math.isfinite(margin) else None
 
+
+Item = TypeVar("Item")
 Draft = TypeVar("Draft", bound=LongDraft)
 Judge = Callable[[list[Draft], list[Tensor]], None]
 
 
+def in_groups(items: Iterable[Item], engine: Engine, num_rows_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """The items in groups to compute together, in their order. `num_rows_of` gives an item's rows of logits, 0 if the
+    item is not computed.
+    """
+    group: list[Item] = []
+    num_drafts = num_logits = 0
+    for item in items:
+        group.append(item)
+        num_rows = num_rows_of(item)
+        num_drafts += num_rows > 0
+        num_logits += num_rows * engine.config.vocab_size
+        is_full = num_drafts == engine.max_batch_size or num_logits > _MOST_LOGITS_OF_GROUP
+        if is_full or len(group) > _MOST_IN_GROUP:
+            yield group
+            group, num_drafts, num_logits = [], 0, 0
+    yield group
+
+
 @dataclass
 class LongDrafts(Generic[Draft]):
-    """Computes outputs on an engine, and hands the next rows of each output to `judge`, at most `most_rows` rows of an
-    output at once.
-    """
+    """Computes outputs on an engine; `judge` gets the next rows of each, at most `most_rows` rows at once."""
 
     engine: Engine
     judge: Judge[Draft]

@@ -76,13 +76,21 @@ def read_receipts(path: Path, answers: Answers | None = None) -> Iterator[Read]:
     """The receipts in a file, line after line. A line is a receipt, or a batch's result or a server's answer with
     receipts. If something is wrong with a line, its own `Read` says so. SpecDecError if the file cannot be read.
     """
+    for line, where in lines_of(path):
+        yield from _read_line(line, where, answers or {})
+
+
+def lines_of(path: Path) -> Iterator[tuple[bytes, str]]:
+    """(line, its place for errors) for each line that is more than white space. A byte order mark is left out, and a
+    line beyond 64 MiB comes in pieces. SpecDecError if the file cannot be read.
+    """
     check_regular(path)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), 1):
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    yield from _read_line(line, f"line {number} of {path}", answers or {})
+                    yield line, f"line {number} of {path}"
     except OSError as error:
         raise_unreadable(path, error)
 

@@ -53,18 +53,12 @@ class Fingerprint:
         return f"fp_{self.logits}"
 
 
-# Fields that differ between engines of one model, and between machines or builds of one engine, and their words.
-_OF_ENGINE = {"weights": "weights", "dtype": "dtype", "quantization": "quantization"}
-_OF_MACHINE = {
-    "tp_size": "tp_size",
-    "compiler": "compiler",
-    "processor": "processor",
-    "instructions": "instructions",
-    "torch": "torch",
-    "specdec_version": "specdec",
-    "batch_invariant": "batch_invariant",
-    "num_tokens": "fixed tokens",
-}
+# Fields that differ between engines of one model, and fields that differ between machines or builds of one engine.
+_OF_ENGINE = ("weights", "dtype", "quantization")
+_OF_MACHINE = (
+    "tp_size", "compiler", "processor", "instructions", "torch", "specdec_version", "batch_invariant", "num_tokens"
+)  # fmt: skip
+_WORDS = {"vocab_size": "ids", "specdec_version": "specdec", "num_tokens": "fixed tokens"}
 
 
 def relation_of(theirs: Fingerprint, ours: Fingerprint) -> Relation:
@@ -81,20 +75,17 @@ def relation_of(theirs: Fingerprint, ours: Fingerprint) -> Relation:
 def differences(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
     """Differences in words, such as `dtype bfloat16, here float32`; empty for engines with the same fingerprint."""
     if theirs.architecture != ours.architecture:
-        named = {"architecture": "architecture", "vocab_size": "ids"}
-        return [f"another model: {', '.join(_differences(named, theirs, ours))}"]
-    named = {"tokenizer": "tokenizer"} | _OF_ENGINE | _OF_MACHINE
-    found = _differences(named, theirs, ours)
+        return [f"another model: {', '.join(_differences(('architecture', 'vocab_size'), theirs, ours))}"]
+    found = _differences(("tokenizer", *_OF_ENGINE, *_OF_MACHINE), theirs, ours)
     if theirs.logits != ours.logits:
         found.append(f"bits {in_words(theirs.name)}, here {ours.name}")
     return found
 
 
-def _differences(named: dict[str, str], theirs: Fingerprint, ours: Fingerprint) -> list[str]:
-    """Differences in the fields that are keys of `named`, each under its word there."""
+def _differences(names: Seq[str], theirs: Fingerprint, ours: Fingerprint) -> list[str]:
     return [
-        f"{word} {there}, here {here}"
-        for name, word in named.items()
+        f"{_WORDS.get(name, name)} {there}, here {here}"
+        for name in names
         for there, here in [_differing(getattr(theirs, name), getattr(ours, name))]
         if there != here
     ]

@@ -6,7 +6,6 @@ not choose. Generating again would leave it at the same token, if both engines' 
 that token the old answer is still a text on which the two engines can be compared.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import closing
@@ -25,12 +24,12 @@ from runtime.drafters.prediction import PredictionLookup
 from runtime.engine.engine import Engine
 from runtime.loop.scheduler import Scheduler
 from runtime.loop.serving import DrafterRouter
-from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
-from runtime.proof.receipts import body_of, choices_of, parse_line, read_row, rows_in
+from runtime.proof.long_drafts import LongDraft, LongDrafts, in_groups
+from runtime.proof.receipts import body_of, choices_of, lines_of, parse_line, read_row, rows_in
 from runtime.proof.records import Receipt
 from runtime.text.trace_lines import Trace
 from runtime.util.errors import SpecDecError
-from runtime.util.reading import raise_unreadable, shown
+from runtime.util.reading import shown
 
 _NUM_CHOSEN = 32
 """Rows for which tokens are chosen at once. Behind a token that differs, the rows are asked for again."""
@@ -90,9 +89,7 @@ class Compared(LongDraft):
     """Difference of the new engine's logits of its own token and the old token; None if one cannot be chosen."""
     num_agreeing: int = 0
     kl: float = 0.0
-    """Kullback-Leibler divergence of the new engine's probabilities from the old engine's, in nats, summed over the
-    positions.
-    """
+    """Divergence (KL) of the new probabilities from the old engine's, in nats, summed over the positions."""
     new_output: list[int] | None = None
     old_logits: list[Tensor] = field(default_factory=list)
 
@@ -110,11 +107,6 @@ class Compared(LongDraft):
     def has_diverged(self) -> bool:
         return self.place is not None
 
-    def start_of_new(self) -> list[int]:
-        """The prompt and the known beginning of the new answer: up to and with the first token that differs."""
-        assert self.place is not None and self.new_token is not None
-        return [*self.prefix(self.place), self.new_token]
-
 
 class Comparison:
     """Comparison of a new engine with old answers, and perhaps with the old engine on these answers.
@@ -128,15 +120,8 @@ class Comparison:
 
     def compare(self, answers: Iterable[Compared]) -> Iterator[Compared]:
         """The answers in their order, compared. Answers with a problem come back unchanged."""
-        group: list[Compared] = []
-        num_logits = 0
-        for one in answers:
-            group.append(one)
-            num_logits += one.num_rows * self.new.config.vocab_size
-            if len(group) == self.new.max_batch_size or num_logits > MOST_LOGITS_OF_GROUP:
-                yield from self._compared(group)
-                group, num_logits = [], 0
-        yield from self._compared(group)
+        for group in in_groups(answers, self.new, lambda one: one.num_rows if one.problem is None else 0):
+            yield from self._compared(group)
 
     def _compared(self, group: list[Compared]) -> list[Compared]:
         if self.old is not None:
@@ -192,10 +177,7 @@ class Comparison:
         one.place = place
         if token >= 0:
             one.new_token = token
-            ranking = one.sampler.ranking(one.prefix(place), row)
-            temperature = 1.0 if one.sampler.is_greedy else one.request.sampling.temperature
-            gap = float(ranking[token] - ranking[one.output[place]]) * temperature
-            one.gap = gap if math.isfinite(gap) else None
+            one.gap = one.margin(place, row, token, one.output[place])
 
 
 def _keep_logits(group: Seq[Compared], all_logits: Seq[Tensor]) -> None:
@@ -211,19 +193,17 @@ def _divergences(old: Tensor, new: Tensor) -> list[float]:
 
 
 def generate_new(engine: Engine, diverged: Seq[Compared]) -> None:
-    """Generate the new answers in place of the old answers that have diverged, from their first change on. The old
-    answers serve as drafts.
-    """
+    """Generate the new answers from their first change on, with the old answers as drafts."""
     router = DrafterRouter(None)
     loop = Scheduler(engine, router if engine.max_draft_len else None, times=LoopTimes())
     sequences: dict[int, Compared] = {}
     for number, one in enumerate(diverged):
-        if one.new_token is None:
+        if one.place is None or one.new_token is None:
             continue
         room = engine.config.build_config.max_request_len - len(one.request.prompt_tokens)
         request = replace(one.request, id=number, max_new_tokens=min(one.request.max_new_tokens, room))
         sequence = Sequence.start(request)
-        sequence.tokens = one.start_of_new()
+        sequence.tokens = [*one.prefix(one.place), one.new_token]
         sequence.finish_reason = sequence.reason_to_finish()
         if sequence.finish_reason is not None:
             one.new_output = sequence.output_tokens
@@ -247,8 +227,6 @@ def _finished(loop: Scheduler) -> Generator[Sequence]:
         loop.engine.turns.do_or_leave(loop.release_all)
 
 
-# --- old answers ---
-
 ReadTrace = Callable[[dict[str, Any], str], Trace]
 
 
@@ -256,13 +234,8 @@ def read_old_answers(path: Path, read_trace: ReadTrace) -> Iterator[OldAnswer]:
     """The answers in a file, line after line: traces, receipts, or a batch's results with token ids or receipts. If
     something is wrong with a line, its own answer says so. `read_trace` reads a trace from a line's JSON object.
     """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield from _read_line(line, f"line {number} of {path}", read_trace)
-    except OSError as error:
-        raise_unreadable(path, error)
+    for line, where in lines_of(path):
+        yield from _read_line(line, where, read_trace)
 
 
 def _read_line(line: bytes, where: str, read_trace: ReadTrace) -> Iterator[OldAnswer]:
