@@ -36,18 +36,14 @@ _NOT_OF_LAYERS = (
 
 
 def read_states_of(num_layers: int) -> tuple[int, ...]:
-    """Numbers of the hidden states that a new head reads: EAGLE-3's usual three, or up to three of a target with fewer
-    than 9 layers.
-    """
+    """The hidden states that a new head reads: EAGLE-3's usual three, or up to three of fewer than 9 layers."""
     if num_layers < 9:
         return tuple(sorted({min(1, max(num_layers - 2, 0)), num_layers // 2, num_layers - 1}))
     return 2, num_layers // 2, num_layers - 3
 
 
 def new_head_config(target: dict[str, Any], directory: Path, draft_vocab_size: int) -> HeadConfig:
-    """Config of a head with one layer of the target's sizes; `target` is the target's `pretrained_config`. SpecDecError
-    if that lacks a size.
-    """
+    """Config of a head with one layer like the target's; SpecDecError if the target's config lacks a size."""
     inner = target.get("text_config")
     target = inner if isinstance(inner, dict) else target
     layers = {key: target[key] for key in (*_SIZES, *_OTHERS) if target.get(key) is not None}

@@ -34,13 +34,8 @@ KEPT, LEAST_KEPT = 0.7, 0.2
 NUM_DEPTHS = 8
 _WINDOWED = "sliding_attention"
 _TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "*.jinja",
-)
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "generation_config.json", "*.jinja"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,9 +52,7 @@ class Masks:
 
 
 def choose_masks(is_anchor: Tensor, num_depths: int, generator: torch.Generator, kept: float = KEPT) -> Masks:
-    """Masks of depths 1 to `num_depths` - 1 behind the tokens that are True in `is_anchor` [texts, tokens]; each depth
-    keeps the share `kept` of the depth before.
-    """
+    """Masks of depths 1 to `num_depths` - 1 behind anchors [texts, tokens]; each depth keeps the share `kept`."""
     rows: list[list[tuple[int, int]]] = []
     for row in is_anchor:
         anchors = row.nonzero().flatten()
@@ -118,9 +111,7 @@ class ParallelModel(nn.Module):
         return logits
 
     def losses_of(self, rows: Rows, num_depths: int, sums: Losses, generator: torch.Generator) -> Tensor:
-        """Mean cross-entropy with the target's distribution at the tokens and the chosen masks, wherever that
-        distribution is known. Adds to `sums`, by depth.
-        """
+        """Mean cross-entropy with the target's known distributions at tokens and masks; adds to `sums` by depth."""
         has_targets = rows.top_probs[..., 0] > 0
         num_tokens = rows.tokens.shape[1]
         masks = choose_masks(has_targets.roll(-1, 1), num_depths, generator)

@@ -36,8 +36,8 @@ from runtime.training.new_head import (
 from runtime.training.traced_states import StatesFile, check_answers, read_states, width_of
 from runtime.training.unrolled import (
     Losses,
+    Rows,
     Schedule,
-    TrainedHead,
     Trainer,
     accepted_lengths,
     batches,
@@ -55,9 +55,7 @@ _EVALUATED_TOKENS = 2048
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of a training. `draft_vocab_size` None stands for the given head's vocabulary, or, for a new head,
-    `NEW_VOCAB_SIZE`.
-    """
+    """Settings of a training; `draft_vocab_size` None is the given head's, or `NEW_VOCAB_SIZE` for a new head."""
 
     draft_vocab_size: int | None = None
     num_epochs: int = 3
@@ -86,9 +84,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Number of output tokens in the held-out texts, and of the target's steps for them with drafts of up to 1, 2, ...
-    tokens.
-    """
+    """Output tokens of the held-out texts, and the target's steps for them with drafts of up to 1, 2, ... tokens."""
 
     num_tokens: int
     num_steps: list[int]
@@ -159,9 +155,7 @@ class TrainingRun:
         target: Target,
         given: HeadConfig | Path | None,
     ) -> None:
-        """SpecDecError if the directory has a training with other settings or another `identity`, which names target,
-        head and texts.
-        """
+        """SpecDecError if the directory has a training with other settings or another `identity`, such as its texts."""
         self.directory, self.settings, self.texts = directory, settings, texts
         self.engine, self._model_dir = target.engine, target.model_dir
         self._agree_on({"settings": asdict(settings), **identity})
@@ -170,10 +164,9 @@ class TrainingRun:
         lengths = [len(one.prompt_tokens) + len(one.output_tokens) for one in texts.all]
         self.states = StatesFile(directory / "states.bin", lengths, width_of(self.engine))
         self._epochs: dict[int, list[list[int]]] = {}
-        per_epoch = len(self._epoch(0))
-        rate, unrolled, seed = settings.learning_rate, settings.num_unrolled, settings.random_seed
-        schedule = Schedule(per_epoch * settings.num_epochs, rate, unrolled, seed)
-        self._per_epoch = per_epoch
+        self._per_epoch = len(self._epoch(0))
+        num_steps = self._per_epoch * settings.num_epochs
+        schedule = Schedule(num_steps, settings.learning_rate, settings.num_unrolled, settings.random_seed)
         self.trainer = self.trainer_class(
             self.head, schedule, self._rows_of, autocast=_multiplies_bfloat16(self.engine)
         )
@@ -216,9 +209,6 @@ class TrainingRun:
 
     def _open(self, given: Any, end_ids: frozenset[int]) -> tuple[Any, Any]:
         """Open the head to train, or another model that drafts: its config or directory, and the module."""
-        return self._open_head(given, end_ids)
-
-    def _open_head(self, given: HeadConfig | None, end_ids: frozenset[int]) -> tuple[HeadConfig, TrainedHead]:
         embedding = embedding_of(self.engine)
         embedding = None if embedding is None else embedding.float()
         size = self.settings.draft_vocab_size
@@ -262,9 +252,7 @@ class TrainingRun:
         return TargetWeights(output_layer, found.get("model.norm.weight"), own)
 
     def compute_states(self, progress: Progress) -> None:
-        """Compute the target's hidden states of the texts that have none yet. SpecDecError if the texts are not the
-        target's answers, or the disk has too little room.
-        """
+        """Compute missing hidden states. SpecDecError for texts that are not the target's, or a full disk."""
         self.states.check_room()
         missing = self.texts.all[self.states.num_texts :]
         records = check_answers(read_states(self.engine, missing, of_prompts=self.settings.learn_prompts), missing)
@@ -334,12 +322,12 @@ class TrainingRun:
             self._epochs = {number: batches(lengths, self.settings.batch_tokens, self.settings.random_seed, number)}
         return self._epochs[number]
 
-    def _rows_of(self, step: int) -> Any:
+    def _rows_of(self, step: int) -> Rows:
         epoch, place = divmod(step, self._per_epoch)
         found = self._epoch(epoch)
-        return self._rows(found[place % len(found)])  # every epoch has the first one's number of steps
+        return self._rows(found[place % len(found)])  # every epoch has the first epoch's number of steps
 
-    def _rows(self, texts: Seq[int]) -> Any:
+    def _rows(self, texts: Seq[int]) -> Rows:
         return self.states.rows(texts, self.texts.all)
 
 

@@ -169,9 +169,7 @@ def own_ids(head: TrainedHead, ids: Tensor) -> Tensor:
 
 @dataclass
 class Losses:
-    """Sums over predicted tokens, by step: cross-entropy in nats, the number of tokens that the head predicts right,
-    and the number of all.
-    """
+    """Sums over predicted tokens, by step: cross-entropy in nats, tokens predicted right, and all tokens."""
 
     loss: list[float]
     num_right: list[int]
@@ -213,9 +211,7 @@ def losses_of(head: TrainedHead, rows: Rows, num_steps: int, sums: Losses) -> Te
 
 
 def _shifted(tokens: Tensor, places: Tensor, step: int, beyond: int) -> Tensor:
-    """Values [B, M], from `tokens` [B, N], for the tokens that a step predicts from these places; `beyond` behind the
-    last.
-    """
+    """Values [B, M], from `tokens` [B, N], of the tokens that a step predicts from these places, or `beyond`."""
     at = places + 2 + step
     found = tokens.gather(1, at.clamp_max(tokens.shape[1] - 1))
     return found.where(at < tokens.shape[1], torch.full_like(found, beyond))
