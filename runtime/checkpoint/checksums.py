@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NoReturn
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from runtime.checkpoint.config import FileRecord
+from runtime.checkpoint.config import FileRecord, Mapping
 from runtime.checkpoint.tokenizer import SAVED, TEMPLATE_DIR, TOKENIZER_FILES
 from runtime.util.cache import digest, file_digest
 from runtime.util.errors import SpecDecError
@@ -29,9 +29,6 @@ def is_recorded(name: str) -> bool:
     return name not in NOT_RECORDED and not name.startswith(f"{TEMPLATE_DIR}/")
 
 
-_OF_TOKENIZER = frozenset({*TOKENIZER_FILES, SAVED})
-
-
 @dataclass(frozen=True)
 class Artefact:
     """Words for errors about an artefact, such as `the engine was built`, and the remedy if its files have changed."""
@@ -40,8 +37,11 @@ class Artefact:
     hint: str
     code: str
 
-    def raise_changed(self, path: Path, how: str) -> NoReturn:
-        raise SpecDecError(f"`{path}` has changed since {self.since}: {how}", hint=self.hint, code=self.code)
+    def wrong(self, said: str) -> SpecDecError:
+        return SpecDecError(said, hint=self.hint, code=self.code)
+
+    def changed(self, path: Path, how: str) -> SpecDecError:
+        return self.wrong(f"`{path}` has changed since {self.since}: {how}")
 
 
 def document_digest(data: dict[str, Any], key: str) -> str:
@@ -70,21 +70,36 @@ def files_in(directory: Path) -> dict[str, Path]:
 
 
 def is_of_tokenizer(record: FileRecord) -> bool:
-    return record.name in _OF_TOKENIZER
+    return record.name in (*TOKENIZER_FILES, SAVED)
+
+
+def check_mapping(mapping: Mapping, directory: Path, artefact: Artefact) -> None:
+    """SpecDecError unless a directory's config.json says that it has all ranks."""
+    if mapping != Mapping(mapping.tp_size, mapping.tp_size):
+        raise artefact.wrong(
+            f"the {artefact.code} is split over devices in a way that this version does not read: {directory}"
+        )
+
+
+def check_recorded(names: Iterable[str], records: Iterable[FileRecord], directory: Path, artefact: Artefact) -> None:
+    """SpecDecError unless a directory's config.json has a record of each name, or of a file in a directory with it."""
+    recorded = {record.name for record in records}
+    recorded |= {parent.as_posix() for name in recorded for parent in PurePosixPath(name).parents}
+    for name in names:
+        if name not in recorded:
+            raise artefact.wrong(f"`{directory / CONFIG}` has no record of the file: {name}")
 
 
 def check_config(path: Path, text: str, artefact: Artefact) -> None:
     """SpecDecError unless a `config.json` is unchanged since it was written; `text` is its content."""
     recorded, found = _digests_of_config(text)
     if recorded != found:
-        artefact.raise_changed(path, f"digest {found[:12]}…, written with {recorded[:12] or 'none'}…")
+        raise artefact.changed(path, f"digest {found[:12]}…, written with {recorded[:12] or 'none'}…")
 
 
 @lru_cache(maxsize=16)
 def _digests_of_config(text: str) -> tuple[str, str]:
-    """The digest that the text records, and the digest of its content. Cached by the text, since a config is often
-    opened several times.
-    """
+    """The digest that the text records, and its content's. Cached: a config is often opened several times."""
     data = json.loads(text)
     return str(data.get("config_digest", "")), config_digest(data)
 
@@ -95,18 +110,16 @@ def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefa
         path = directory / record.name
         check_regular(path)
         if not path.is_file():
-            raise SpecDecError(f"file is missing: {path}", hint=artefact.hint, code=artefact.code)
+            raise artefact.wrong(f"file is missing: {path}")
         if difference := size_difference(path, record):
-            artefact.raise_changed(path, difference)
+            raise artefact.changed(path, difference)
 
 
 def check_contents(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:
-    """SpecDecError for a file that has changed since it was written. A file that has not changed since it was last
-    checked is not read.
-    """
+    """SpecDecError for a file that has changed since it was written; a file of known digest is not read again."""
     for record in records:
         if difference := content_difference(directory / record.name, record, file_digest):
-            artefact.raise_changed(directory / record.name, difference)
+            raise artefact.changed(directory / record.name, difference)
 
 
 def size_difference(path: Path, record: FileRecord) -> str | None:

@@ -17,15 +17,8 @@ from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.reading import shown
 from runtime.util.words import nearest
 
-CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
-# 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
-# files nor weights were recorded; 5: a token's bits depended on the size of its step; 6: the package did not say what
-# it was compiled for; 7: layers said whether they quantize what they read, not to how many bits; 8: the
-# kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program; 11: all of a step's
-# programs were compiled; 12: layers had no states; 13: layers with keys and values had no numbers; 14:
-# attention had neither soft caps nor sinks nor chunks; 15: the kernels did not know what drafts they choose for;
-# 16: experts were not quantized; 17: attention had no slopes; 18: routers' biases were rounded to 16 bits
-ENGINE_FORMAT_VERSION = 19
+CHECKPOINT_FORMAT_VERSION, ENGINE_FORMAT_VERSION = 2, 19
+"""Versions of the formats: raised whenever this code could not use, or would misread, what earlier code wrote."""
 
 # Beyond these limits nothing useful can be built, and the value is most likely a slip.
 MAX_BATCH_SIZE = 1024
@@ -214,9 +207,7 @@ class StateShape:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of the memory of earlier tokens: a layer keeps keys and values (`layers`), a state (`states`), both or
-    neither.
-    """
+    """Shapes of the memory of earlier tokens that layers keep: keys and values (`layers`), states (`states`)."""
 
     layers: tuple[LayerShape, ...]
     states: tuple[StateShape, ...] = ()
@@ -236,9 +227,7 @@ class SelfDraft:
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """Output layer for a trained head and a self-draft copy, with fewer ids or fewer bits than the model's. No draft is
-    verified with it.
-    """
+    """Output layer for drafts of a trained head or a self-draft copy, with fewer ids or bits than the model's."""
 
     qformat: IntFormat | None = None
     """Format of the layer's weights; None for the model's own."""
@@ -255,7 +244,7 @@ class DraftOutput:
 USUAL_MAX_BATCH_SIZE, USUAL_TOKENS_PER_BLOCK = 4, 32
 USUAL_MAX_DRAFT_LEN = 10
 """Longest draft that an engine takes unless a length is given: so drafters can be tried without a new build."""
-_USUAL_SEQ_LEN = 4096  # a K/V cache for all positions of a long-context model would not fit
+_USUAL_SEQ_LEN = 4096  # the K/V cache for all positions of a long-context model would not fit
 
 
 def max_draft_len_for(num_masks: int) -> int:
@@ -347,9 +336,7 @@ class LogitsCheck:
 
 @dataclass(frozen=True)
 class Quality:
-    """Quantization error on a text of `num_tokens` tokens: how far the quantized model's probabilities are from the
-    unquantized model's.
-    """
+    """Distance of the quantized model's probabilities from the unquantized model's, on `num_tokens` tokens."""
 
     num_tokens: Size
     mean_kl: Annotated[float, Between(-1)]
@@ -365,9 +352,7 @@ _FEW_TOKENS = 200
 
 @dataclass(frozen=True)
 class RelativeTime:
-    """Time of a step of `num_tokens` tokens with 8-bit activations, divided by its time with more bits; the two are
-    measured in turns.
-    """
+    """Time of a step of `num_tokens` tokens with 8-bit activations ÷ its time with more bits, measured in turns."""
 
     num_tokens: Size
     ratio: Measure
@@ -406,9 +391,7 @@ class InEightBits:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Time of a step, measured at build: `batch_size` rows with `num_tokens` tokens each, after `context_len`
-    tokens.
-    """
+    """Measured time of a step: `batch_size` rows with `num_tokens` tokens each, after `context_len` tokens."""
 
     batch_size: Size
     context_len: Count

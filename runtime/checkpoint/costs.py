@@ -77,9 +77,7 @@ class CostModel:
         return seconds + (batch_size - most) * row_s
 
     def iteration_s(self, batch_size: int, context_len: int, draft_len: float) -> float:
-        """Seconds of one iteration of a loop whose drafts have `draft_len` tokens on average, without the time to
-        draft.
-        """
+        """Seconds of a loop's iteration with drafts of `draft_len` tokens on average, without the time to draft."""
         return self.step_s(batch_size, context_len, draft_len + 1) + self.host_s
 
     def context_s(self, num_tokens: int, max_num_tokens: int) -> float:
@@ -117,9 +115,6 @@ def _on_lines(points: dict[int, float], x: float) -> float:
     left, right = xs[i - 1], xs[i]
     value = points[left] + (points[right] - points[left]) * (x - left) / (right - left)
     return max(value, min(points.values()) / 2)
-
-
-# --- costs that are measured when they are asked for ---
 
 
 @dataclass(frozen=True)

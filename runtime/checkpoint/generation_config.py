@@ -109,16 +109,11 @@ def read_end_ids(directory: Path) -> frozenset[int] | None:
 
 
 def as_end_ids(ids: Any, directory: Path) -> frozenset[int]:
-    """The set of ids from one id or a list. SpecDecError for anything else, naming the file in `directory` to
-    correct.
-    """
+    """The set of ids from one id or a list. SpecDecError, naming the file to correct, for anything else."""
     found = ids if isinstance(ids, list) else [ids]
     foreign = [i for i in found if not isinstance(i, int) or isinstance(i, bool) or i < 0]
     if foreign:
-        raise SpecDecError(
-            f"the model's `eos_token_id` is not a token id: {foreign[0]!r}",
-            hint=f"correct `{directory / GENERATION_CONFIG}`",
-        )
+        raise _wrong(f"the model's `eos_token_id` is not a token id: {foreign[0]!r}", directory)
     return frozenset(found)
 
 
@@ -134,9 +129,7 @@ def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> 
     }
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
-        raise SpecDecError(
-            f"the model's `do_sample` is neither true nor false: {do_sample!r}", hint=_correct(directory)
-        )
+        raise _wrong(f"the model's `do_sample` is neither true nor false: {do_sample!r}", directory)
     sampling = {name: value for name, value in found.items() if not fields[name].is_penalty}
     return ModelDefaults(
         {name: value for name, value in found.items() if fields[name].is_penalty},
@@ -147,16 +140,16 @@ def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> 
 
 def _number(name: str, field: DefaultField, value: Any, directory: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise SpecDecError(f"the model's `{name}` is not a number: {value!r}", hint=_correct(directory))
+        raise _wrong(f"the model's `{name}` is not a number: {value!r}", directory)
     least = Range(field.range.least, is_open=field.range.is_open) if field.is_whole else field.range
     if not least.has(value) or (field.is_whole and value != int(value)):
         whole = "a whole number, " if field.is_whole else ""
-        raise SpecDecError(f"the model's `{name}` must be {whole}{least.form}: {value!r}", hint=_correct(directory))
+        raise _wrong(f"the model's `{name}` must be {whole}{least.form}: {value!r}", directory)
     return max(int(value), 0) if field.is_whole else float(value)
 
 
-def _correct(directory: Path) -> str:
-    return f"correct `{directory / GENERATION_CONFIG}`"
+def _wrong(said: str, directory: Path) -> SpecDecError:
+    return SpecDecError(said, hint=f"correct `{directory / GENERATION_CONFIG}`")
 
 
 def check_generation_config(directory: Path, fields: Mapping[str, DefaultField]) -> None:

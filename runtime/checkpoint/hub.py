@@ -125,9 +125,7 @@ def _chosen(repo: str, choice: str | None, models: list[GGUFModel]) -> GGUFModel
 
 
 def _listed(repo: str) -> tuple[Path, dict[str, int]]:
-    """The directory for the repository's newest files, which may be empty or missing, and the size of each file in the
-    repository, by its path.
-    """
+    """The directory for the repository's newest files, which may be missing, and the size of each file by path."""
     import huggingface_hub as hub
 
     quiet_hub()
@@ -292,9 +290,7 @@ def _models_of(repo: Any) -> Iterator[LocalModel]:
 
 
 def remove(model: LocalModel) -> None:
-    """Remove the files of a model from the hub client's cache. If no model is left beside them, the repository's
-    directory goes too.
-    """
+    """Remove a model's files from the hub client's cache, and the repository's directory with its last model."""
     for path in model.files:
         blob = path.resolve()
         path.unlink()

@@ -1,6 +1,4 @@
-"""Finds the files of a model by its name: a shipped name, a local directory or GGUF file, or a repository of the
-Hugging Face hub.
-"""
+"""Finds a model's files by its name: a shipped name, a directory, a GGUF file, or a Hugging Face repository."""
 
 import posixpath
 import warnings
@@ -139,9 +137,7 @@ def files_of_index(index: Path) -> dict[str, Path]:
 
 
 def resolve_head(name: str) -> Path:
-    """The directory of a trained drafter, or of a model that contains one. Names are those of `resolve_model`, and of
-    shipped heads.
-    """
+    """The directory of a trained drafter, or of a model that contains one, by a name as for `resolve_model`."""
     directory = shipped_head(name) or Path(name).expanduser()
     return directory if directory.is_dir() else resolve_model(name)
 
@@ -191,8 +187,7 @@ def resolve_tokenizer(path: Path) -> Path:
     """
     if path.is_dir():
         check_model_files(path)
-        has_files = is_tekken_alone(path) or any((path / name).is_file() for name in TOKENIZER_FILES)
-        found = None if has_files else _gguf_within(path)
+        found = None if _has_tokenizer_files(path) else _gguf_within(path)
     else:
         check_regular(path)
         found = path if is_gguf(path) else None
@@ -210,6 +205,10 @@ def resolve_tokenizer(path: Path) -> Path:
     return found or path
 
 
+def _has_tokenizer_files(directory: Path) -> bool:
+    return is_tekken_alone(directory) or any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
 def refuse_unreadable_tokenizer(path: Path) -> None:
     """SpecDecError for a directory or a GGUF file without a tokenizer, or with a tokenizer that cannot be read here."""
     if is_gguf(path):
@@ -217,7 +216,7 @@ def refuse_unreadable_tokenizer(path: Path) -> None:
 
         check_gguf_tokenizer(path)
     else:
-        if not is_tekken_alone(path) and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if not _has_tokenizer_files(path):
             raise SpecDecError(
                 f"there is no tokenizer for texts in: {path}",
                 hint="name a tokenizer, or give token ids",

@@ -38,9 +38,7 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of the source model: `name` in the checkpoint and `source_name` in the file, with the shape and dtype of
-    the loaded values.
-    """
+    """A tensor of the model: `name` in the checkpoint, `source_name` in the file; shape and dtype when loaded."""
 
     name: str
     source_name: str
@@ -185,9 +183,7 @@ def read_file_header(file: Path) -> list[SourceTensor]:
 
 
 def check_not_wrapped(names: Iterable[str], model_dir: Path) -> None:
-    """SpecDecError if the names of weights have the prefix of a wrapper that was around the model in training, such as
-    `module.`.
-    """
+    """SpecDecError if the weights' names have the prefix of a wrapper from training, such as `module.`."""
     first = next(iter(names), "")
     for prefix, hint in _WRAPPERS.items():
         if first.startswith(prefix):

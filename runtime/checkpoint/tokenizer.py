@@ -74,9 +74,7 @@ class Tokenizer(Protocol):
 
 
 class SavedTokenizer:
-    """A tokenizer that works like one of transformers without importing it: the same methods, for one text at a time
-    and without padding.
-    """
+    """A tokenizer that works as in transformers, without importing it, for one text at a time and unpadded."""
 
     eos_token_id: int | None
 
@@ -187,9 +185,7 @@ class _Saved:
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Save the tokenizer's state beside its files, if the `tokenizers` package alone gives the same tokens and texts
-    with it.
-    """
+    """Save the tokenizer's state beside its files, if the `tokenizers` package alone gives the same with it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, tokenizers.Tokenizer):
         saved = SavedTokenizer(backend.to_str(), tokenizer.eos_token_id)
@@ -201,9 +197,7 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
 
 
 def find_saved_tokenizer(directory: Path) -> SavedTokenizer | None:
-    """The saved tokenizer in an engine's directory; None if there is none, or if the tokenizer's files have changed
-    since. SpecDecError if the saved file is damaged.
-    """
+    """An engine's saved tokenizer; None without one, or if its files changed. SpecDecError if it is damaged."""
     if not (directory / SAVED).is_file():
         return None
     saved = parse(_Saved, read_json(directory / SAVED), str(directory / SAVED))

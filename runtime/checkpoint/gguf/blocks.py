@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runtime.checkpoint.gguf.config import experts_alternate, name_of, rows_of, shift_of
 from runtime.checkpoint.gguf.families import EXPERTS, SHARED_EXPERT_GATE
-from runtime.checkpoint.gguf.reader import ORIGINAL, BlockType, GGUFTensor, read_gguf
+from runtime.checkpoint.gguf.reader import ORIGINAL, BlockType, GGUFTensor, damaged, read_gguf
 from runtime.checkpoint.gguf.ropes import LONGROPE, ROPE_FACTORS
 from runtime.checkpoint.quant.mxfp4 import E2M1_TWICE, half_powers
 from runtime.checkpoint.quant.planning import PrequantizedLayer
@@ -121,10 +121,7 @@ def _experts(name: str, parts: list[tuple[BlockType, SourceTensor]], path: Path,
     ]
     forms = {(shape[0], *shape[2:]) for shape in shapes} | ({shape[1] for shape in shapes} if alternate else set())
     if len(shapes) != len(parts) or len(forms) != (2 if alternate else 1):
-        raise SpecDecError(
-            f"the tensors of `{name}` do not fit each other: {[list(one.shape) for one in sources]}: {path}",
-            hint="download it again",
-        )
+        raise damaged(f"the tensors of `{name}` do not fit each other: {[list(one.shape) for one in sources]}: {path}")
     outputs = sum(shape[1] for shape in shapes)
     shape = (shapes[0][0], outputs, *shapes[0][2:])
     if alternate and num_dims == 3:
@@ -152,9 +149,7 @@ def read_blocks(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:
 
 @lru_cache(maxsize=64)
 def _form(kind: BlockType, shape: tuple[int, int]) -> QuantizedWeight:
-    """The weight without its values. It is cached, since it takes a millisecond, and a file has hundreds of weights of
-    few shapes.
-    """
+    """The weight without values. Cached: a file has hundreds of weights of few shapes, and each takes a millisecond."""
     return _read(kind, torch.empty(shape, dtype=torch.uint8, device="meta"))
 
 
@@ -191,9 +186,7 @@ def _q4_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _of_5_bits(blocks: Tensor, start: int) -> Tensor:
-    """Codes 0 to 31, [rows, blocks, 32]: the four bytes from `start` on hold the highest bits, the bytes after them the
-    other bits.
-    """
+    """Codes 0 to 31, [rows, blocks, 32]: four bytes from `start` on hold the highest bits, the next the others."""
     high = blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
     return _nibbles(blocks[..., start + 4 :]) | high.flatten(-2) << 4
 
@@ -208,9 +201,7 @@ def _q5_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of Q4_K and Q5_K, float32 [rows, 8 x blocks] each. Bytes 4 to 15 of a block hold its 16 numbers
-    of 6 bits.
-    """
+    """Scales and minima of Q4_K and Q5_K, float32 [rows, 8 x blocks]: 6 bits each, in bytes 4 to 15 of a block."""
     low, minimum, both = torch.unflatten(blocks[..., 4:16], -1, (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=-1)
     minima = torch.cat((minimum & 63, both >> 4 | minimum >> 2 & 48), dim=-1)
@@ -219,16 +210,14 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_pairs(data: Tensor) -> Tensor:
-    """Codes [rows, blocks, 8, 32] from bytes [rows, blocks, 128]: the lower halves of 32 bytes are one group of 32, the
-    upper halves the next.
-    """
+    """Codes [rows, blocks, 8, 32] from bytes [rows, blocks, 128]: the lower halves of 32, then the upper halves."""
     halves = _nibbles(torch.unflatten(data, -1, (-1, 32)))
     return torch.unflatten(halves, -1, (2, 32)).flatten(-3, -2)
 
 
 def _q4_k(blocks: Tensor) -> QuantizedWeight:
     scales, minima = _scales_and_minima(blocks)
-    return _few(_by_pairs(blocks[..., 16:]).flatten(1), scales, -minima)
+    return _few(_by_pairs(blocks[..., 16:]), scales, -minima)
 
 
 def _q5_k(blocks: Tensor) -> QuantizedWeight:
@@ -278,9 +267,7 @@ def _iq4_nl(blocks: Tensor) -> QuantizedWeight:
 
 
 def _iq4_xs(blocks: Tensor) -> QuantizedWeight:
-    """Scales of 6 bits, each for 32 numbers: bytes 2 and 3 hold the highest 2 bits of each, the next four bytes the
-    other bits.
-    """
+    """Scales of 6 bits for 32 numbers each: the highest 2 bits in bytes 2 and 3, the others in the next four."""
     high = (blocks[..., 2:4, None] >> _shifts(blocks, 0, 2, 4, 6)[:, 0] & 3).flatten(-2)
     low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=-1).flatten(-2)
     scales = _half(blocks, 0).float()[..., None] * ((low | high << 4).to(torch.int8) - 32).float()

@@ -28,7 +28,7 @@ from runtime.checkpoint.gguf.metadata import (
     WIDTHS,
     Metadata,
 )
-from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFTensor, read_gguf
+from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFTensor, damaged, read_gguf
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 _USED = frozenset({
@@ -47,13 +47,10 @@ _NEUTRAL: Mapping[str, Any] = {
     "rope.scaling.yarn_attn_factor": 1, "rope.scaling.yarn_ext_factor": 1,
 }  # fmt: skip
 """Further keys, each with the value at which it changes nothing."""
-_TOKENS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """The Hugging Face config of a GGUF file's model. SpecDecError for an unsupported family, an unknown key, or values
-    that contradict the tensors.
-    """
+    """The Hugging Face config. SpecDecError for an unsupported family or key, or values that contradict tensors."""
     header = read_gguf(path)
     if header.architecture not in FAMILIES:
         read = ", ".join(f"`{name}`" for name in FAMILIES)
@@ -84,8 +81,8 @@ def config_of(path: Path) -> dict[str, Any]:
         "rms_norm_eps": model.get("attention.layer_norm_rms_epsilon"),
         "vocab_size": num_ids,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": None,
-        "pad_token_id": None,  # the config class's default belongs to another vocabulary
+        "bos_token_id": token_id(header.metadata, "bos_token_id"),
+        "pad_token_id": token_id(header.metadata, "padding_token_id"),  # None replaces another vocabulary's default
     }
     config |= {"hidden_act": "silu", "rope_parameters": family.rope(model)}
     if family.is_partial:
@@ -99,9 +96,6 @@ def config_of(path: Path) -> dict[str, Any]:
         for key in ("feed_forward_length", "attention.head_count_kv"):
             if len(set(model.by_layer(key, 0))) > 1:
                 model.refuse(key)
-    for key, name in _TOKENS.items():
-        if (token := token_id(header.metadata, name)) is not None:
-            config[key] = token
     if end_ids := end_ids_of(header.metadata):
         config["eos_token_id"] = end_ids
     return config
@@ -121,21 +115,18 @@ def _check_num_blocks(model: Metadata) -> None:
     """SpecDecError for a number of layers below 1, above the number of tensors, or that a tensor's layer exceeds."""
     if (num_blocks := model.get("block_count")) < 1:
         model.refuse("block_count")
+    said = f"`{model.header.architecture}.block_count` is {num_blocks}"
     if num_blocks > (num_tensors := len(model.header.tensors)):
-        raise SpecDecError(
-            f"metadata and tensors belong to two models, `{model.header.architecture}.block_count` is {num_blocks}, "
-            f"and there are {num_tensors} tensors: {model.path}",
-            hint="download it again",
-        )
+        raise _of_two_models(model, f"{said}, and there are {num_tensors} tensors")
     for name in model.header.tensors:
         space, _, rest = name.partition(".")
         number = rest.partition(".")[0]
         if space == "blk" and number.isdigit() and int(number) >= num_blocks:
-            raise SpecDecError(
-                f"metadata and tensors belong to two models, `{model.header.architecture}.block_count` is "
-                f"{num_blocks}, and there is a tensor `{name}`: {model.path}",
-                hint="download it again",
-            )
+            raise _of_two_models(model, f"{said}, and there is a tensor `{name}`")
+
+
+def _of_two_models(model: Metadata, said: str) -> SpecDecError:
+    return damaged(f"metadata and tensors belong to two models, {said}: {model.path}")
 
 
 def _check_sizes(model: Metadata) -> None:
@@ -173,11 +164,8 @@ def _check_size(model: Metadata, name: str, axis: int, size: int, *keys: str) ->
     if tensor is None or axis >= len(tensor.shape) or tensor.shape[axis] == size:
         return
     wanted = [*tensor.shape[:axis], size, *tensor.shape[axis + 1 :]]
-    raise SpecDecError(
-        f"metadata and tensors belong to two models, `{tensor.name}` is {list(tensor.shape)}, and should be {wanted} "
-        f"by {model.said(*keys)}: {model.path}",
-        hint="download it again",
-    )
+    said = f"`{tensor.name}` is {list(tensor.shape)}, and should be {wanted} by {model.said(*keys)}"
+    raise _of_two_models(model, said)
 
 
 _WHOLE = {
@@ -206,9 +194,7 @@ def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
 
 
 def experts_alternate(config: Mapping[str, Any]) -> bool:
-    """True if gates and up-projections alternate in an expert's outputs and its matrices are [inputs, outputs]
-    (gpt-oss).
-    """
+    """True if an expert's gates and up-projections alternate and its matrix is [inputs, outputs] (gpt-oss)."""
     return family_of(config).alternates
 
 

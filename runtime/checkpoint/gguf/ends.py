@@ -7,8 +7,7 @@ rule is ours: a `</s>` that is plain text in the file (Qwen's, Gemma's) is an HT
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.checkpoint.gguf.reader import TOKENIZER
-from runtime.util.errors import SpecDecError
+from runtime.checkpoint.gguf.reader import TOKENIZER, damaged
 
 NORMAL, USER_DEFINED = 1, 4  # of `tokenizer.ggml.token_type`
 ENDS = frozenset({
@@ -34,9 +33,7 @@ MARKS = ENDS.union(_CODE_MARKS, *_CODE_ENDS.values())
 
 
 def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
-    """The ids that end an answer, sorted: ids that the file names, and ids of tokens known by their texts. SpecDecError
-    if a named id is not a number.
-    """
+    """The ids that end an answer: ids that the file names, and ids of tokens known by their texts."""
     tokens, types = metadata.get(f"{TOKENIZER}tokens", []), metadata.get(f"{TOKENIZER}token_type", [])
     named = {i for name in ("eos", "eot", "eom") if (i := token_id(metadata, f"{name}_token_id")) is not None}
     texts = set(ENDS)
@@ -70,5 +67,5 @@ def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     """The id under `tokenizer.ggml.<name>`, or None; SpecDecError if it is not a number."""
     token = metadata.get(f"{TOKENIZER}{name}")
     if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
-        raise SpecDecError(f"`{TOKENIZER}{name}` has a value that is not a number: {token!r}", hint="download it again")
+        raise damaged(f"`{TOKENIZER}{name}` has a value that is not a number: {token!r}")
     return token

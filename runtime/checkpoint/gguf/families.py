@@ -1,12 +1,12 @@
 """Families of models as llama.cpp stores them: the config of each, and its names of tensors."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.checkpoint.gguf.metadata import WIDTHS, Metadata
-from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFHeader
+from runtime.checkpoint.gguf.reader import GGUFHeader, damaged
 from runtime.checkpoint.gguf.ropes import (
     ATTENTION_FACTOR,
     LONG,
@@ -15,17 +15,20 @@ from runtime.checkpoint.gguf.ropes import (
     ROPE_FACTORS,
     SHORT,
     numbers_of,
+    own_factors,
     rope_of,
 )
-from runtime.util.errors import SpecDecError
 
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10000.0
 _LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # these two models have another scale of attention
 
 
 def _of_llama(model: Metadata) -> dict[str, Any]:
-    tensors = model.header.tensors
-    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    return _attention_bias(model) | {"mlp_bias": "blk.0.ffn_up.bias" in model.header.tensors}
+
+
+def _attention_bias(model: Metadata) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in model.header.tensors}
 
 
 def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
@@ -41,9 +44,7 @@ def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
 
 
 def _of_qwen2_moe(model: Metadata) -> dict[str, Any]:
-    """A shared expert computes every token besides the chosen experts; weights of all experts, not of the chosen ones,
-    add up to 1.
-    """
+    """A shared expert computes every token too; only weights of all experts, not the chosen ones, add up to 1."""
     shared = model.get("expert_shared_feed_forward_length")
     return _of_qwen3_moe(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
 
@@ -56,24 +57,30 @@ def _of_mixtral(model: Metadata) -> dict[str, Any]:
     }
 
 
+def _types_of(have_windows: Iterable[bool]) -> list[str]:
+    return ["sliding_attention" if has_window else "full_attention" for has_window in have_windows]
+
+
+def _alternating(model: Metadata) -> list[str]:
+    """Types of layers of which every other has a window, from the first on."""
+    return _types_of(i % 2 == 0 for i in range(int(model.get("block_count"))))
+
+
 def _of_gpt_oss(model: Metadata) -> dict[str, Any]:
-    """Every other layer has a window, from the first on. The bounds of yarn's range are not rounded."""
-    num_layers = int(model.get("block_count"))
+    """Settings of gpt-oss, which does not round the bounds of yarn's range."""
     rope = rope_of(model)
     return {
         "num_local_experts": model.get("expert_count"),
         "num_experts_per_tok": model.get("expert_used_count"),
         "intermediate_size": model.get("expert_feed_forward_length"),
-        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
+        "layer_types": _alternating(model),
         "sliding_window": model.get("attention.sliding_window"),
         "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
     }
 
 
 def _of_mistral_3(model: Metadata) -> dict[str, Any]:
-    """Queries are scaled by a factor that grows after each multiple of the original context length. Rotary parameters
-    contain that length, also without yarn.
-    """
+    """Queries are scaled up at each multiple of the original context length, which rotary parameters always have."""
     rope = rope_of(model)
     own = {
         "llama_4_scaling_beta": model.get("attention.temperature_scale", 0.0),
@@ -92,10 +99,6 @@ def _of_phi_3(model: Metadata) -> dict[str, Any]:
     }
 
 
-def _of_glm_4(model: Metadata) -> dict[str, Any]:
-    return {"attention_bias": "blk.0.attn_q.bias" in model.header.tensors}
-
-
 def _of_granite(model: Metadata) -> dict[str, Any]:
     """Granite's multipliers. A multiplier that is missing or 0 has its default."""
     return {
@@ -107,10 +110,8 @@ def _of_granite(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gemma_2(model: Metadata) -> dict[str, Any]:
-    """Every other layer has a window, from the first on."""
-    num_layers = int(model.get("block_count"))
     return _of_gemma(model) | {
-        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
+        "layer_types": _alternating(model),
         "sliding_window": model.get("attention.sliding_window", 4096),
         "final_logit_softcapping": model.get("final_logit_softcapping", 30.0) or None,
         "attn_logit_softcapping": model.get("attn_logit_softcapping", 50.0) or None,
@@ -128,7 +129,7 @@ def _of_gemma_3(model: Metadata) -> dict[str, Any]:
         sliding = [every > 0 and (i + 1) % every != 0 for i in range(num_layers)]
     local = {"rope_type": "default", "rope_theta": model.get("rope.freq_base_swa", _GEMMA_LOCAL_THETA)}
     return _of_gemma(model) | {
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "layer_types": _types_of(sliding),
         "sliding_window": model.get("attention.sliding_window"),
         "rope_parameters": {"full_attention": _rope_without_yarn(model), "sliding_attention": local},
         "final_logit_softcapping": model.get("final_logit_softcapping", 0) or None,
@@ -179,7 +180,7 @@ def _of_gemma_4(model: Metadata) -> dict[str, Any]:
         "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in tensors for i in range(with_kv) if not sliding[i]),
         "num_kv_shared_layers": num_shared,
         "use_double_wide_mlp": is_wide,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "layer_types": _types_of(sliding),
         "sliding_window": model.get("attention.sliding_window"),
         "final_logit_softcapping": model.get("final_logit_softcapping", 0) or None,
         "hidden_size_per_layer_input": per_layer,
@@ -211,12 +212,12 @@ def _rope_of_gemma_4(model: Metadata) -> dict[str, Any]:
     if model.find("rope.scaling.type") not in (None, "none"):
         model.refuse("rope.scaling.type")
     if ROPE_FACTORS not in model.header.tensors:
-        raise SpecDecError(f"`{model.path}` lacks the tensor: {ROPE_FACTORS}", hint="download it again")
+        raise damaged(f"`{model.path}` lacks the tensor: {ROPE_FACTORS}")
     found = numbers_of(model.header.tensors[ROPE_FACTORS], model.path)
     num_turned = sum(one == 1 for one in found)
     still = [math.isclose(one, _STILL, rel_tol=1e-6) for one in found[num_turned:]]
     if len(found) != model.head_dim // 2 or set(found[:num_turned]) != {1.0} or not all(still):
-        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {model.path}", hint=ORIGINAL)
+        raise own_factors(model.path)
     share, theta = num_turned / len(found), model.get("rope.freq_base", 10000.0)
     local = {"rope_type": "default", "rope_theta": model.get("rope.freq_base_swa", _GEMMA_LOCAL_THETA)}
     full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share}
@@ -235,15 +236,12 @@ def _rope_of_phi_3(model: Metadata) -> dict[str, Any]:
             model.refuse(ATTENTION_FACTOR)
         return rope_of(model)
     if missing:
-        raise SpecDecError(f"`{model.path}` lacks the tensor: {missing[0]}", hint="download it again")
+        raise damaged(f"`{model.path}` lacks the tensor: {missing[0]}")
     factors = {name: numbers_of(tensors[name], model.path) for name in sorted(LONGROPE)}
     wanted = int(model.get("rope.dimension_count", model.head_dim)) // 2
     for name, found in factors.items():
         if len(found) != wanted:
-            raise SpecDecError(
-                f"`{name}` has {len(found)} rotary factors, and the model needs {wanted}: {model.path}",
-                hint="download it again",
-            )
+            raise damaged(f"`{name}` has {len(found)} rotary factors, and the model needs {wanted}: {model.path}")
     if model.find("rope.scaling.type") not in (None, "none", "longrope"):
         model.refuse("rope.scaling.type")
     rope = {
@@ -291,9 +289,7 @@ class GGUFFamily:
     layers_differ: bool = False
     """True if `settings` reads widths and numbers of heads layer by layer."""
     alternates: bool = False
-    """True if gates and up-projections alternate among an expert's outputs in the model, whose experts are then
-    [experts, inputs, outputs].
-    """
+    """True if an expert's gates and up-projections alternate in the model, with matrices [inputs, outputs]."""
 
 
 SINKS = "self_attn.sinks"
@@ -364,7 +360,7 @@ FAMILIES = {
         is_partial=True,
         rope=_rope_of_phi_3,
     ),
-    "glm4": GGUFFamily("glm4", _of_glm_4, of_block=_OF_GLM_4_BLOCK, is_partial=True),
+    "glm4": GGUFFamily("glm4", _attention_bias, of_block=_OF_GLM_4_BLOCK, is_partial=True),
     "mistral3": GGUFFamily(
         *("ministral3", _of_mistral_3, frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"})),
         is_interleaved=True,

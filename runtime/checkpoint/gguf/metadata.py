@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFHeader
+from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFHeader, damaged
 from runtime.util.errors import SpecDecError
 
 WIDTHS, EXPERT_WIDTHS = "feed_forward_length", "expert_feed_forward_length"
@@ -16,9 +16,7 @@ HEADS, KV_HEADS, LOCAL_HEAD_DIM = "attention.head_count", "attention.head_count_
 
 @dataclass(frozen=True)
 class Metadata:
-    """Metadata under the architecture's name, each checked when it is asked for: `block_count` means
-    `llama.block_count`.
-    """
+    """Metadata by keys without the architecture's name: `block_count` stands for `llama.block_count`."""
 
     header: GGUFHeader
     path: Path
@@ -30,9 +28,9 @@ class Metadata:
         name = f"{self.header.architecture}.{key}"
         value = self.header.metadata.get(name, default)
         if value is None:
-            raise SpecDecError(f"`{self.path}` lacks a value of its model: {name}", hint="download it again")
+            raise damaged(f"`{self.path}` lacks a value of its model: {name}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise SpecDecError(f"`{self.path}` has a value that is not a number: {name}", hint="download it again")
+            raise damaged(f"`{self.path}` has a value that is not a number: {name}")
         return value
 
     def by_layer(self, key: str, default: Any = None) -> list[int]:

@@ -137,9 +137,7 @@ def read_gguf(path: Path) -> GGUFHeader:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """All files of the model whose first or only file this is. SpecDecError if it is not the first, or if files are
-    missing.
-    """
+    """All files of the model whose first or only file this is. SpecDecError for a later or a missing file."""
     metadata = _read(path, stamp_of(path.stat())).metadata
     count, number, named = metadata.get("split.count", 0), metadata.get("split.no", 0), _PART.fullmatch(path.name)
     if count in (0, 1):
@@ -217,10 +215,13 @@ def _placed(name: str, shape: tuple[int, ...], number: int, offset: int, path: P
         read = ", ".join(one.name for one in TYPES.values())
         raise SpecDecError(f"`{name}` is of a type that is not read, {said}: {path}", hint=f"specdec reads {read}")
     if not shape or shape[-1] % TYPES[number].num_numbers:
-        raise SpecDecError(
-            f"`{path}` is damaged: `{name}` of {list(shape)} is not made of whole blocks", hint="download it again"
-        )
+        raise damaged(f"`{path}` is damaged: `{name}` of {list(shape)} is not made of whole blocks")
     return GGUFTensor(name, shape, TYPES[number], path, offset)
+
+
+def damaged(said: str) -> SpecDecError:
+    """The error for a GGUF file that contradicts itself, or lacks a part."""
+    return SpecDecError(said, hint="download it again")
 
 
 class _Reader:
@@ -230,7 +231,7 @@ class _Reader:
         self._file, self._path, self._num_bytes = file, path, num_bytes
 
     def fail(self, how: str) -> None:
-        raise SpecDecError(f"`{self._path}` is damaged: {how}", hint="download it again")
+        raise damaged(f"`{self._path}` is damaged: {how}")
 
     def take(self, count: int) -> bytes:
         data = self._file.read(min(count, self._num_bytes))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.gguf.metadata import Metadata
-from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFTensor
+from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFTensor, damaged
 from runtime.util.errors import SpecDecError
 
 ORIGINAL_CONTEXT, ATTENTION_FACTOR = "rope.scaling.original_context_length", "rope.scaling.attn_factor"
@@ -52,9 +52,13 @@ def _yarn_rope(model: Metadata, theta: float, factor: float) -> dict[str, Any]:
     }
 
 
+def own_factors(path: Path) -> SpecDecError:
+    return SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=ORIGINAL)
+
+
 def numbers_of(factors: GGUFTensor, path: Path) -> list[float]:
     if factors.type.name != "F32" or not factors.num_bytes:
-        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=ORIGINAL)
+        raise own_factors(path)
     with factors.path.open("rb") as file:
         file.seek(factors.offset)
         return list(struct.unpack(f"<{prod(factors.shape)}f", file.read(factors.num_bytes)))
@@ -67,14 +71,13 @@ def _llama3_rope(factors: GGUFTensor, theta: float, model: Metadata) -> dict[str
     found, path = numbers_of(factors, model.path), model.path
     num_pairs = model.get("rope.dimension_count", model.head_dim) // 2
     if len(found) != num_pairs or min(found) <= 0:
-        raise SpecDecError(
+        raise damaged(
             f"`{ROPE_FACTORS}` has {len(found)} factors, the smallest {min(found):g}, and the model needs "
-            f"{num_pairs} factors above 0: {path}",
-            hint="download it again",
+            f"{num_pairs} factors above 0: {path}"
         )
     wanted = [_llama3_factor(theta ** (i / len(found)) * 2 * math.pi, max(found)) for i in range(len(found))]
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
-        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {path}", hint=ORIGINAL)
+        raise own_factors(path)
     return {"rope_type": "llama3", "rope_theta": theta, "factor": max(found), **_LLAMA3}
 
 

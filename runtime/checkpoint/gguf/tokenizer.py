@@ -186,12 +186,13 @@ class _Said:
         self.model = said.get("model")
         if self.model not in _DEFAULT_IDS:
             raise SpecDecError(f"tokenizers of this kind are not read, `{self.model}`: {path}", hint=_OTHER)
-        self.pre = self.text("pre", _ASSUMED)
+        self.pre = str(said.get("pre", _ASSUMED))
         self.says_pre = "pre" in said or self.model != _BYTE_LEVEL
         if self.model == _BYTE_LEVEL and self.pre not in PRE_TOKENIZERS:
             raise SpecDecError(f"this pre-tokenizer of llama.cpp's is not known, `{self.pre}`: {path}", hint=_OTHER)
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.values("tokens", str))]
-        if len(set(self.tokens)) < len(self.tokens):
+        self.vocabulary = {token: i for i, token in enumerate(self.tokens)}
+        if len(self.vocabulary) < len(self.tokens):
             raise SpecDecError(f"two tokens of the file have the same text: {path}", hint=_OTHER)
 
     def values(self, name: str, kind: type) -> list[Any]:
@@ -199,9 +200,6 @@ class _Said:
         if not isinstance(found, list) or not all(isinstance(value, kind) for value in found):
             raise SpecDecError(f"`{TOKENIZER}{name}` is not a list of the right type: {self.path}", hint=_OTHER)
         return found
-
-    def text(self, name: str, default: str) -> str:
-        return str(self._said.get(name, default))
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._said.get(name, default)
@@ -263,13 +261,7 @@ def _added_around(said: _Said, adds_bos: bool) -> processors.TemplateProcessing 
 def _byte_level(said: _Said) -> tuple[Tokenizer, bool]:
     """Byte-level BPE; True beside it if texts begin with a BOS token, unless the file says otherwise."""
     known = PRE_TOKENIZERS[said.pre]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(said.tokens)},
-            merges=_merges(said),
-            ignore_merges=known.ignores_merges,
-        )
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=said.vocabulary, merges=_merges(said), ignore_merges=known.ignores_merges))
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in known.expressions]
     bytes_of_pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_of_pieces])
@@ -291,16 +283,14 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(said: _Said) -> tuple[Tokenizer, bool]:
-    """SentencePiece's BPE: the pair that makes the token with the best score is merged first. Texts begin with a BOS
-    token.
-    """
+    """SentencePiece's BPE, which merges the pair of the best score first. Texts begin with a BOS token."""
     scores = said.values("scores", float)
     if len(scores) < len(said.tokens):
         raise SpecDecError(f"the file has no score for each of its tokens: {said.path}", hint=_OTHER)
     unknown = said.token_id("unknown")
     tokenizer = Tokenizer(
         models.BPE(
-            vocab={token: i for i, token in enumerate(said.tokens)},
+            vocab=said.vocabulary,
             merges=merges_by_score(said.tokens, scores),
             unk_token=None if unknown is None else said.tokens[unknown],
             fuse_unk=True,
@@ -318,12 +308,8 @@ def _sentencepiece(said: _Said) -> tuple[Tokenizer, bool]:
 
 
 def _gemma_4(said: _Said) -> tuple[Tokenizer, bool]:
-    """SentencePiece's tokens with the file's own merges, which cross no border between a line and newlines. Texts begin
-    with a BOS token.
-    """
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(said.tokens)}, merges=_merges(said), byte_fallback=True)
-    )
+    """SentencePiece's tokens with listed merges, within lines or newlines. Texts begin with a BOS token."""
+    tokenizer = Tokenizer(models.BPE(vocab=said.vocabulary, merges=_merges(said), byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

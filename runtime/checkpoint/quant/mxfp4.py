@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.quant.weight import QuantizedWeight
+from runtime.checkpoint.quant.weight import QuantizedWeight, damaged
 from runtime.checkpoint.source import SourceTensor
 from runtime.util.errors import SpecDecError
 
@@ -18,7 +18,6 @@ _BLOCK_SIZE = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_TWICE = tuple(int(2 * number) for number in _E2M1)
 """Twice the number that each code stands for: an integer."""
-_DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
 
 def experts_of_blocks(tensors: list[SourceTensor], model_dir: Path) -> list[SourceTensor]:
@@ -40,16 +39,14 @@ def experts_of_blocks(tensors: list[SourceTensor], model_dir: Path) -> list[Sour
         else:
             made.append(tensor)
     if len(made) == len(tensors):
-        raise SpecDecError(
-            f"config.json says that weights are quantized ({MXFP4}), and none are: {model_dir}", hint=_DAMAGED
-        )
+        raise damaged(f"config.json says that weights are quantized ({MXFP4}), and none are: {model_dir}")
     return made
 
 
 def _beside(tensors: dict[str, SourceTensor], name: str, own: str, other: str) -> SourceTensor:
     wanted = name.removesuffix(own) + other
     if wanted not in tensors:
-        raise SpecDecError(f"a tensor of a quantized layer is missing: {wanted}", hint=_DAMAGED)
+        raise damaged(f"a tensor of a quantized layer is missing: {wanted}")
     return tensors[wanted]
 
 
@@ -57,10 +54,9 @@ def _experts(blocks: SourceTensor, scales: SourceTensor) -> SourceTensor:
     *rows, num_bytes = blocks.shape
     are_bytes = blocks.dtype == scales.dtype == torch.uint8
     if not are_bytes or len(rows) != 3 or num_bytes * 2 != _BLOCK_SIZE or scales.shape != tuple(rows):
-        raise SpecDecError(
+        raise damaged(
             f"the tensors of `{blocks.name.removesuffix(_BLOCKS)}` do not fit each other: {list(blocks.shape)} "
-            f"{blocks.dtype} and {list(scales.shape)} {scales.dtype}",
-            hint=_DAMAGED,
+            f"{blocks.dtype} and {list(scales.shape)} {scales.dtype}"
         )
     num_experts, num_outputs, num_blocks = rows
     return replace(
@@ -98,9 +94,7 @@ def powers_of(exponents: Tensor) -> Tensor:
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 [experts, inputs, outputs] from bytes [experts, outputs, blocks, 16], lower halves first, and exponents
-    [experts, outputs, blocks].
-    """
+    """bfloat16 [experts, inputs, outputs] from bytes [experts, outputs, blocks, 16], lower halves first."""
     codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     numbers = torch.tensor(_E2M1, dtype=torch.bfloat16)[codes.int()]
     powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127).masked_fill(scales == 255, torch.nan)

@@ -6,7 +6,7 @@ Also counts the weights that the checkpoint's dtype cannot hold.
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,7 @@ def load_numbers(tensors: Seq[SourceTensor]) -> list[Tensor]:
 
 
 def _are_finite(weights: Tensor) -> bool:
-    """True if no number is NaN or infinite. Minimum and maximum, which are NaN if any number is, take a fortieth of the
-    time of testing each number.
-    """
+    """True if no number is NaN or infinite, by the extremes alone: they are found forty times as fast as all."""
     return not weights.numel() or all(bool(extreme.isfinite()) for extreme in weights.aminmax())
 
 
@@ -158,9 +156,7 @@ def plan_pieces(
 
 
 def quantize_experts(pieces: Seq[Piece], experts: Mapping[str, bool], precision: QuantConfig) -> list[Piece]:
-    """The pieces, with the weights named in `experts` quantized like linear layers. The value is True for a weight that
-    is [experts, inputs, outputs].
-    """
+    """The pieces with `experts` quantized like linear layers; True marks [experts, inputs, outputs]."""
     return [
         _with_quantized_experts(piece, experts, precision) if experts.keys() & piece.forms else piece
         for piece in pieces
@@ -247,7 +243,7 @@ def _untied_head(source: Source, precision: QuantConfig, sizes: dict[str, int], 
     head = source.head
     if head is None or head not in sizes or _has_own_weight(source, head):
         return []
-    return [_quantized(_tied(source), precision, sizes[head], losses, name=head)]
+    return [_quantized(replace(_tied(source), name=f"{head}.weight"), precision, sizes[head], losses)]
 
 
 def _tied_head(source: Source) -> dict[str, PrequantizedLayer]:
@@ -276,15 +272,9 @@ def _copied(tensor: SourceTensor, dtype: torch.dtype, losses: Losses) -> Piece:
 
 
 def _quantized(
-    tensor: SourceTensor,
-    precision: QuantConfig,
-    group_size: int,
-    losses: Losses,
-    name: str | None = None,
-    *,
-    is_transposed: bool = False,
+    tensor: SourceTensor, precision: QuantConfig, group_size: int, losses: Losses, *, is_transposed: bool = False
 ) -> Piece:
-    name = name or tensor.name.removesuffix(".weight")
+    name = tensor.name.removesuffix(".weight")
 
     def quantized(weight: Tensor) -> dict[str, Tensor]:
         return _named(name, quantize_weight(weight.t() if is_transposed else weight, precision, group_size))

@@ -85,13 +85,12 @@ def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> t
     # The number with the largest magnitude becomes the lowest integer: 4 bits have -8, and no 8.
     extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[:, :, 0]
     best, best_error = torch.zeros_like(extremes), torch.full_like(extremes, torch.inf, dtype=torch.float64)
-    for clip in _CLIPS[:1] if _is_best_unclipped(extremes, highest, group_size) else _CLIPS:
-        scales = (extremes * (clip / lowest)).half().float()  # rounded first: the stored scale is measured
-        rounded = _nearest(groups, scales, lowest, highest) * scales[:, :, None]
-        error = (rounded - groups).square_().sum(-1, dtype=torch.float64)
-        best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
-    for _ in range(_REFINEMENTS):
-        scales = _fitted(groups, _nearest(groups, best, lowest, highest))
+    clips = _CLIPS[:1] if _is_best_unclipped(extremes, highest, group_size) else _CLIPS
+    for i in range(len(clips) + _REFINEMENTS):
+        if i < len(clips):
+            scales = (extremes * (clips[i] / lowest)).half().float()  # rounded first: the stored scale is measured
+        else:
+            scales = _fitted(groups, _nearest(groups, best, lowest, highest))
         rounded = _nearest(groups, scales, lowest, highest) * scales[:, :, None]
         error = (rounded - groups).square_().sum(-1, dtype=torch.float64)
         best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)

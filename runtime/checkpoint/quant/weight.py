@@ -25,11 +25,15 @@ little error; beside 8-bit weights they add much.
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PREFIX = "weight_"
 _VALUES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
-_LOST = "the model is damaged, or its config.json is another model's; download it again"
 Present = Callable[..., AbstractContextManager[object]]
 """Context manager that gives tensors their numbers in memory for its block."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Places of eight neighbouring numbers within AWQ's 32-bit words."""
+
+
+def damaged(said: str) -> SpecDecError:
+    """The error for quantized weights that contradict each other, or the config."""
+    return SpecDecError(said, hint="the model is damaged, or its config.json is another model's; download it again")
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,7 @@ class QuantizedWeight:
     order: Tensor | None = None
     """The input that each column belongs to, int32 [inputs]; None if columns are in the inputs' order."""
     book: Tensor | None = None
-    """Code book, int8 [16]: the numbers that 4-bit values stand for. A weight with a code book has neither zeros nor
-    offsets.
-    """
+    """Code book, int8 [16], of a weight without zeros and offsets: the numbers that 4-bit values stand for."""
 
     @property
     def kind(self) -> QuantFormat:
@@ -125,42 +127,33 @@ class QuantizedWeight:
             tensor = getattr(self, part)
             if tensor is not None and not bool(tensor.isfinite().all()):
                 share = float((~tensor.isfinite()).sum()) / tensor.numel()
-                raise SpecDecError(f"{share:.2%} of the {part} of `{name}` are NaN or infinite", hint=_LOST)
+                raise damaged(f"{share:.2%} of the {part} of `{name}` are NaN or infinite")
         if self.kind == "fp8" and bool(self.values.isnan().any()):
-            raise SpecDecError(f"8-bit numbers of `{name}` are NaN", hint=_LOST)
+            raise damaged(f"8-bit numbers of `{name}` are NaN")
         if self.zeros is not None and int(self.zeros.abs().max()) > self._half_range:
-            raise SpecDecError(
-                f"a zero point of `{name}` is out of the range of {self.kind}: {int(self.zeros.abs().max())}",
-                hint=_LOST,
-            )
+            raise damaged(f"a zero point of `{name}` is out of the range of {self.kind}: {int(self.zeros.abs().max())}")
         if self.book is not None and (self.book.shape != (16,) or self.zeros is not None or self.offsets is not None):
-            raise SpecDecError(
+            raise damaged(
                 f"the code book of `{name}` should have 16 numbers, without zero points or offsets: "
-                f"{list(self.book.shape)}",
-                hint=_LOST,
+                f"{list(self.book.shape)}"
             )
         inputs = self.shape[1]
         if self.order is not None and not torch.equal(
             self.order.sort().values, torch.arange(inputs, dtype=torch.int32)
         ):
-            raise SpecDecError(
-                f"the order of inputs of `{name}` does not name each of its {inputs} inputs once", hint=_LOST
-            )
+            raise damaged(f"the order of inputs of `{name}` does not name each of its {inputs} inputs once")
 
     def _check_forms(self, name: str) -> None:
         (outputs, inputs), groups = self.shape, self.scales.shape[-1]
         grouped = [self.scales, *(part for part in (self.zeros, self.offsets) if part is not None)]
         if any(part.shape != (outputs, groups) for part in grouped) or not groups or inputs % groups:
-            raise SpecDecError(
-                f"the scales of `{name}` do not fit its {outputs} x {inputs} values: {list(self.scales.shape)}",
-                hint=_LOST,
+            raise damaged(
+                f"the scales of `{name}` do not fit its {outputs} x {inputs} values: {list(self.scales.shape)}"
             )
         if self.scales.dtype not in SCALE_DTYPES:
-            raise SpecDecError(f"the scales of `{name}` are no floating-point numbers: {self.scales.dtype}", hint=_LOST)
+            raise damaged(f"the scales of `{name}` are no floating-point numbers: {self.scales.dtype}")
         if self.order is not None and self.order.shape != (inputs,):
-            raise SpecDecError(
-                f"the order of inputs of `{name}` should have {inputs} entries: {list(self.order.shape)}", hint=_LOST
-            )
+            raise damaged(f"the order of inputs of `{name}` should have {inputs} entries: {list(self.order.shape)}")
 
 
 def pack_int4(integers: Tensor) -> Tensor:
@@ -180,9 +173,7 @@ def from_integers(
 def take_quantized(
     tensors: dict[str, Tensor], present: Present = lambda *_: nullcontext()
 ) -> dict[str, QuantizedWeight]:
-    """Quantized weights by their layers' names, taken out of a checkpoint's tensors and checked. Numbers are looked at
-    within `present`.
-    """
+    """Quantized weights by layers' names, taken out of `tensors`, and checked within `present`."""
     parts: dict[str, dict[str, Tensor]] = {}
     suffixes = {f".{_PREFIX}{field.name}": field.name for field in fields(QuantizedWeight)}
     for name in list(tensors):
@@ -206,9 +197,7 @@ def _from_parts(name: str, parts: Mapping[str, Tensor], present: Present) -> Qua
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Numbers of 4 or 8 bits, uint8 [rows, numbers], from words int32 [rows, words], the first number in the lowest
-    bits.
-    """
+    """Numbers of 4 or 8 bits, uint8 [rows, numbers], from words int32 [rows, words], lowest bits first."""
     numbers: Tensor = words.contiguous().view(torch.uint8)
     if bits == 8:
         return numbers
@@ -230,9 +219,7 @@ def signed(numbers: Tensor, bits: int) -> Tensor:
 
 
 def scales_of(scales: Tensor, outputs: int, block_rows: int = 1) -> Tensor:
-    """Scales [outputs, groups] from a single scale, a scale for each output, or scales for blocks of `block_rows`
-    outputs.
-    """
+    """Scales [outputs, groups] from one scale, one for each output, or one for each block of `block_rows` outputs."""
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(outputs, 1)
     if scales.dim() == 1:
