@@ -33,8 +33,10 @@ MARKS = ENDS.union(_CODE_MARKS, *_CODE_ENDS.values())
 
 
 def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
-    """The ids that end an answer: ids that the file names, and ids of tokens known by their texts."""
-    tokens, types = metadata.get(f"{TOKENIZER}tokens", []), metadata.get(f"{TOKENIZER}token_type", [])
+    """The ids that end an answer: ids that the file names, and ids of tokens known by their texts. SpecDecError for a
+    value of another type.
+    """
+    tokens, types = _list(metadata, "tokens"), _list(metadata, "token_type")
     named = {i for name in ("eos", "eot", "eom") if (i := token_id(metadata, f"{name}_token_id")) is not None}
     texts = set(ENDS)
     for key, of_key in _CODE_ENDS.items():
@@ -45,6 +47,13 @@ def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
     ends = named | {i for i, token in enumerate(tokens) if token in texts and not _is_html(token, types[i : i + 1])}
     found = {tokens[i] for i in ends if 0 <= i < len(tokens)}
     return sorted(i for i in ends if not 0 <= i < len(tokens) or not _goes_on_after(tokens[i], found))
+
+
+def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
+    found = metadata.get(f"{TOKENIZER}{name}", [])
+    if not isinstance(found, list):
+        raise damaged(f"`{TOKENIZER}{name}` has a value that is not a list: {found!r:.60}")
+    return found
 
 
 def _is_html(token: str, token_type: list[int]) -> bool:

@@ -183,7 +183,7 @@ class _Said:
 
     def __init__(self, said: Mapping[str, Any], path: Path, *, is_phi_3: bool) -> None:
         self._said, self.path, self._is_phi_3 = said, path, is_phi_3
-        self.model = said.get("model")
+        self.model = str(said.get("model"))
         if self.model not in _DEFAULT_IDS:
             raise SpecDecError(f"tokenizers of this kind are not read, `{self.model}`: {path}", hint=_OTHER)
         self.pre = str(said.get("pre", _ASSUMED))
@@ -211,7 +211,7 @@ class _Said:
         """The id under this key. If it is missing or outside the vocabulary: llama.cpp's default for this kind of
         tokenizer, or None if the vocabulary lacks the default too.
         """
-        default = _DEFAULT_IDS[str(self.model)].get(name)
+        default = _DEFAULT_IDS[self.model].get(name)
         for i in (self._said.get(f"{name}_token_id"), default):
             if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < len(self.tokens):
                 return i
@@ -233,7 +233,7 @@ class _Said:
 
 def _make(said: _Said) -> tuple[Tokenizer, dict[str, str]]:
     """The tokenizer, and the texts of special tokens by their roles in transformers, such as `eos_token`."""
-    tokenizer, adds_bos = _MAKE[str(said.model)](said)
+    tokenizer, adds_bos = _MAKE[said.model](said)
     added = list(said.added_tokens())
     tokenizer.add_tokens(added)
     if around := _added_around(said, adds_bos):
