@@ -155,9 +155,7 @@ def check_step_files(bundle: Bundle) -> None:
 
 @contextmanager
 def unchanged_while_opened(bundle: Bundle) -> Iterator[None]:
-    """SpecDecError if a file of the engine, other than the tokenizer's, was replaced during the block: the files opened
-    in the block may belong to two engines.
-    """
+    """SpecDecError if the engine was replaced during the block: files opened there may belong to two engines."""
     names = [CONFIG, *(record.name for record in _but_the_tokenizers(bundle.config))]
     paths = [bundle.directory / name for name in names]
     before = [_stamp(path) for path in paths]

@@ -129,9 +129,7 @@ class Quantization:
     activations: LayersActivations = "float"
     """Activation format of quantized layers."""
     source: str = "rounded"
-    """Origin of the quantized weights: `rounded` by the conversion, or the format that they were read from; `none` if
-    only keys and values are quantized.
-    """
+    """Origin of quantized weights: `rounded` here, or the format of the model's files; `none` for K/V alone."""
     unrounded: str | None = None
     """The model that was quantized, by its shipped name or directory; None if it is not known."""
 

@@ -47,11 +47,9 @@ class CostModel:
         self._known: dict[tuple[int, int, float], float] = {}
 
     def step_s(self, batch_size: int, context_len: int, num_tokens: float) -> float:
-        """Seconds of the compiled step for `batch_size` sequences, each with `num_tokens` new tokens after
-        `context_len` tokens.
-
-        `num_tokens` may be an average: rows are folded (`runtime.core.batch`), so short rows among long ones cost
-        little.
+        """Seconds of the compiled step for `batch_size` rows, each with `num_tokens` new tokens after `context_len`
+        tokens. `num_tokens` may be an average: rows are folded (`runtime.core.batch`), so short rows beside long rows
+        cost little.
         """
         key = (batch_size, context_len, num_tokens)
         if key not in self._known:
@@ -105,8 +103,8 @@ def _in_grid(grid: Grid, context_len: int, num_tokens: float) -> float:
 
 
 def _on_lines(points: dict[int, float], x: float) -> float:
-    """The value at x on the line through the two points around it; outside of all points, on the line through the two
-    nearest. It is at least half of the smallest value, so that noise cannot extend a line down to zero.
+    """The value at x on the line through the two nearest points, but at least half of the smallest value, so that noise
+    cannot extend a line down to zero.
     """
     xs = sorted(points)
     if len(xs) == 1:

@@ -82,7 +82,8 @@ def download(name: str) -> Path:
             return _fetched(repo, directory.name, MODEL_FILES, name)
     model = _chosen(repo, choice, models)
     with _hub_errors(name, repo):
-        return _fetched(repo, directory.name, [_as_pattern(file) for file in model.files], name) / model.files[0]
+        patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in model.files]
+        return _fetched(repo, directory.name, patterns, name) / model.files[0]
 
 
 def gguf_models(files: Iterable[tuple[str, int]]) -> list[GGUFModel]:
@@ -139,10 +140,6 @@ def _listed(repo: str) -> tuple[Path, dict[str, int]]:
 
 def _files_in(directory: Path) -> list[str]:
     return [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
-
-
-def _as_pattern(file: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", file)
 
 
 def _fetched(repo: str, commit: str, patterns: list[str], name: str) -> Path:

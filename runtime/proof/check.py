@@ -34,9 +34,7 @@ from runtime.text.thinking import thinking_of
 from runtime.util.errors import SpecDecError
 
 MOST_DEVIATIONS = 4.5
-"""A sampled answer is unlikely if its log-probability is lower than expected by more than this number of standard
-deviations, as that of 3 in a million true answers.
-"""
+"""Standard deviations below its expectation at which a sampled answer is unlikely, as 3 in a million true ones."""
 LEAST_AGREEMENT = 0.8
 """A greedy answer is unlikely if a smaller share of its tokens are this engine's choices."""
 

@@ -146,9 +146,7 @@ def rows_in(data: Any) -> Iterator[dict[str, Any]]:
 
 
 def body_of(data: Any) -> dict[str, Any]:
-    """The answer on a line: under `response` in a batch's results and in the event that ends a stream, else the line
-    itself. Empty if the line is no JSON object.
-    """
+    """The answer on a line: under `response` in a batch's result or a stream's last event, else the line itself."""
     response = data.get("response") if isinstance(data, dict) else None
     body = response.get("body", response) if isinstance(response, dict) else data
     return body if isinstance(body, dict) else {}

@@ -213,7 +213,7 @@ class ParallelTrainer(Trainer):
     def losses(self, sums: Losses) -> Tensor:
         generator = torch.Generator().manual_seed(self.schedule.random_seed * 1_000_003 + self.step)
         model: Any = self.head
-        found: Tensor = model.losses_of(self.rows(), self.schedule.num_unrolled, sums, generator)
+        found: Tensor = model.losses_of(self.rows_of(self.step), self.schedule.num_unrolled, sums, generator)
         return found
 
 

@@ -100,9 +100,7 @@ class Rows:
 
 
 def have_unrolled_attention(head: AnyHead) -> AnyHead:
-    """Give the head `unrolled_attention`, float32 weights and gradients. The target's weights do not learn: the
-    embeddings, and an MTP head's output layer.
-    """
+    """Give the head `unrolled_attention` in float32, and gradients to its weights, not to the target's."""
     head = head.float()
     for module in head.modules():
         config = getattr(module, "config", None)
@@ -283,15 +281,13 @@ def batches(lengths: Seq[int], num_tokens: int, random_seed: int, epoch: int) ->
 
 
 class Trainer:
-    """The training's steps. `state` has the learned weights, the optimizer's numbers and the number of steps done: from
-    these a training continues to the same end.
-    """
+    """The training's steps; from a `state`, which has all that was learned, they continue to the same end."""
 
     def __init__(
         self, head: TrainedHead, schedule: Schedule, rows_of: Callable[[int], Rows], *, autocast: bool = False
     ) -> None:
         """Products are computed in bfloat16 if `autocast` is True, while all weights are kept in float32."""
-        self.head, self.schedule, self._rows_of = head, schedule, rows_of
+        self.head, self.schedule, self.rows_of = head, schedule, rows_of
         self._autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
         self.step = 0
         """Number of optimizer steps done; `rows_of` gives the rows of each."""
@@ -317,19 +313,13 @@ class Trainer:
         self.step += 1
         return sums
 
-    def rows(self) -> Rows:
-        """Rows of the present step."""
-        return self._rows_of(self.step)
-
     def losses(self, sums: Losses) -> Tensor:
         """Loss of the present step."""
-        return losses_of(self.head, self.rows(), self.schedule.num_unrolled, sums)
+        return losses_of(self.head, self.rows_of(self.step), self.schedule.num_unrolled, sums)
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.step, "head": self._learned(), "optimizer": self._optimizer.state_dict()}
-
-    def _learned(self) -> dict[str, Tensor]:
-        return {name: one.detach() for name, one in self.head.named_parameters() if one.requires_grad}
+        learned = {name: one.detach() for name, one in self.head.named_parameters() if one.requires_grad}
+        return {"step": self.step, "head": learned, "optimizer": self._optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.step = state["step"]

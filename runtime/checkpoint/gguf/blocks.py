@@ -229,9 +229,7 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _by_shifts(data: Tensor) -> Tensor:
-    """Codes [rows, groups, 16] from bytes [rows, blocks, 64]: the lowest 2 bits of 32 bytes are two groups of 16, the
-    next 2 bits the next two groups.
-    """
+    """Codes [rows, groups, 16] from bytes [rows, blocks, 64]: 2 bits of 32 bytes, from the lowest, are two groups."""
     counts = torch.unflatten(data, -1, (-1, 1, 32)) >> _shifts(data, 0, 2, 4, 6) & 3
     return torch.unflatten(counts.flatten(-3), -1, (-1, 16)).flatten(1, 2)
 

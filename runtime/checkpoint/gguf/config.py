@@ -218,12 +218,8 @@ def shift_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> float:
 
 
 _SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
+}  # fmt: skip
 
 
 def generation_config_of(path: Path) -> dict[str, Any]:

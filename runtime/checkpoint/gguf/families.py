@@ -206,9 +206,7 @@ def _head_dim_of_windows(model: Metadata) -> int:
 
 
 def _rope_of_gemma_4(model: Metadata) -> dict[str, Any]:
-    """Rotary positions in full layers turn only the first numbers of each half of a head: the file has the factor 1 for
-    these numbers, and `_STILL` for all others.
-    """
+    """Full layers turn the first numbers of each half of a head: their factors are 1, and all others `_STILL`."""
     if model.find("rope.scaling.type") not in (None, "none"):
         model.refuse("rope.scaling.type")
     if ROPE_FACTORS not in model.header.tensors:

@@ -23,9 +23,7 @@ _ROWS_BYTES = 2**21  # of the weight that is quantized at a time: several as lar
 
 
 def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
-    """Group size for a layer: the wanted power of two, or the largest smaller one that divides the inputs. None stands
-    for a single group. SpecDecError if no size of at least 16 divides the inputs.
-    """
+    """The wanted group size, for None all inputs, or a smaller power of two from 16 on. SpecDecError if none fits."""
     if wanted is None:
         return inputs
     size = math.gcd(inputs, wanted)
