@@ -149,7 +149,7 @@ def _but_the_tokenizers(config: EngineConfig) -> list[FileRecord]:
 
 
 def check_step_files(bundle: Bundle) -> None:
-    """SpecDecError unless all files but the tokenizer's are as they were built; known files are not read again."""
+    """SpecDecError unless all files but the tokenizer's are as built. A file whose digest is known is not read."""
     check_contents(bundle.directory, _but_the_tokenizers(bundle.config), ENGINE)
 
 

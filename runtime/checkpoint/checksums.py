@@ -116,7 +116,7 @@ def check_sizes(directory: Path, records: Iterable[FileRecord], artefact: Artefa
 
 
 def check_contents(directory: Path, records: Iterable[FileRecord], artefact: Artefact) -> None:
-    """SpecDecError for a file that has changed since it was written; a file of known digest is not read again."""
+    """SpecDecError for a file that has changed since it was written. A file whose digest is known is not read."""
     for record in records:
         if difference := content_difference(directory / record.name, record, file_digest):
             raise artefact.changed(directory / record.name, difference)

@@ -198,13 +198,19 @@ def _num_ids(model: PreTrainedModel) -> int:
 
 
 def _num_tokens(model_dir: Path) -> int | None:
-    """The largest id in a directory's `tokenizer.json`, plus 1; None if there is no such file."""
+    """The largest id in a `tokenizer.json`, plus 1; None without that file. SpecDecError if it is damaged."""
     if not (model_dir / "tokenizer.json").is_file():
         return None
     content = read_json(model_dir / "tokenizer.json")
-    vocabulary = content["model"].get("vocab", {})
-    own = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return int(max([*own, *(one["id"] for one in content.get("added_tokens", []))])) + 1
+    try:
+        vocabulary = content["model"]["vocab"]
+        own = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return int(max([*own, *(one["id"] for one in content.get("added_tokens", []))])) + 1
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecDecError(
+            f"the model to adapt has a tokenizer.json without a vocabulary: {model_dir}",
+            hint="download or save the model again",
+        ) from error
 
 
 class ParallelTrainer(Trainer):

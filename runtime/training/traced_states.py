@@ -82,7 +82,7 @@ def check_answers(all_records: Iterator[np.ndarray[Any, Any]], traces: Seq[Trace
 
 
 def record_type(width: int) -> np.dtype[Any]:
-    """Type of a token's record: its states as bits of bfloat16, and the likeliest tokens in its place, or 0."""
+    """Type of a token's record: states as bits of bfloat16, and the likeliest tokens in its place, or zeros."""
     return np.dtype([("states", "<i2", (width,)), ("ids", "<i4", (NUM_TOP,)), ("probs", "<f2", (NUM_TOP,))])
 
 

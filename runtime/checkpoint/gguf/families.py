@@ -44,7 +44,7 @@ def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
 
 
 def _of_qwen2_moe(model: Metadata) -> dict[str, Any]:
-    """A shared expert computes every token too; only weights of all experts, not the chosen ones, add up to 1."""
+    """A shared expert computes every token too. Weights of all experts, not of the chosen experts, add up to 1."""
     shared = model.get("expert_shared_feed_forward_length")
     return _of_qwen3_moe(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
 

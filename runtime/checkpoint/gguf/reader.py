@@ -137,7 +137,7 @@ def read_gguf(path: Path) -> GGUFHeader:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """All files of the model whose first or only file this is. SpecDecError for a later or a missing file."""
+    """All files of the model whose first or only file this is. SpecDecError for a later part, or a missing one."""
     metadata = _read(path, stamp_of(path.stat())).metadata
     count, number, named = metadata.get("split.count", 0), metadata.get("split.no", 0), _PART.fullmatch(path.name)
     if count in (0, 1):

@@ -52,7 +52,7 @@ class _Numbers:
 
 
 def numbers_of_4_bits(tensors: list[SourceTensor]) -> list[SourceTensor]:
-    """The tensors, one in place of each quantized weight's. SpecDecError if they do not fit each other."""
+    """The tensors, with one in place of all parts of a quantized weight. SpecDecError if the parts do not fit."""
     by_name = {tensor.name: tensor for tensor in tensors}
     states = {name.removesuffix(end): name for name in by_name for end in _STATES if name.endswith(end)}
     made, taken = [], set()

@@ -85,7 +85,7 @@ def load_numbers(tensors: Seq[SourceTensor]) -> list[Tensor]:
 
 
 def _are_finite(weights: Tensor) -> bool:
-    """True if no number is NaN or infinite, by the extremes alone: they are found forty times as fast as all."""
+    """True if no number is NaN or infinite, seen from the two extremes in a fortieth of the time."""
     return not weights.numel() or all(bool(extreme.isfinite()) for extreme in weights.aminmax())
 
 
