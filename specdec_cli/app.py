@@ -209,7 +209,7 @@ class _Group(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """A command that takes TensorRT-LLM's flags without meaning here, and says so once."""
+    """A command that takes other programs' flags, and warns once of those that mean nothing here."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The short help of a command with many flags; for other commands, Typer's panels in the order of all commands.

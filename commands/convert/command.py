@@ -70,7 +70,9 @@ class ConvertOptions:
         return source
 
     def check(self) -> None:
-        """UsageError for two flags that say the same, for a flag without effect, or for an unknown format."""
+        """UsageError for two flags that say the same, for a flag without effect, or for a group size that there is
+        not.
+        """
         self.engine.check()
         if self.pp_size != 1:
             raise UsageError(

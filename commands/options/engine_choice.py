@@ -114,7 +114,7 @@ class KVCacheOptions:
 
 
 def _disk_size(text: str) -> int:
-    """The size in bytes; UsageError if the text is no size."""
+    """The size in bytes; UsageError if the text is no size, or 0."""
     if not (size := size_in_bytes(text)):
         raise UsageError(f"`--kv-cache-disk-size` is no size: {text}", hint=f"write {SIZES}")
     return size
@@ -147,7 +147,7 @@ class KVDiskOptions:
 
     @property
     def max_bytes(self) -> int | None:
-        """The size in bytes; UsageError if the text is no size."""
+        """`--kv-cache-disk-size` in bytes; None if it is not given."""
         return None if self.kv_cache_disk_size is None else _disk_size(self.kv_cache_disk_size)
 
     def check(self, cache: KVCacheOptions) -> None:
@@ -268,17 +268,14 @@ class EngineChoice:
             check_is_model(model_dir := resolve_model(self.model_dir))
             check_weight_files(model_dir)
             begin_digests(files_of_model(model_dir))  # while torch is imported
-            replace(self, speculation=speculation)._check_draft_output()
+            copy = replace(self, speculation=speculation).self_draft
+            self.draft_output.check(speculation.read_heads(), has_copy=copy is not None)
         else:
             bundle = bundle or read_bundle(self.engine_dir)
             check_device_ids(device_ids, bundle.config.mapping.tp_size)
         speculation.check_fits(None if bundle is None else bundle.config.build_config, is_cut=cuts_drafts)
         speculation.check_files()
         return replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
-
-    def _check_draft_output(self) -> None:
-        """SpecDecError for an output layer that drafts (`--draft-output`), if no drafter uses it."""
-        self.draft_output.check(self.speculation.read_heads(), has_copy=self.self_draft is not None)
 
     def check_tokenizer(self) -> None:
         """SpecDecError for a tokenizer that cannot be read here, as far as files show; it runs before an engine is

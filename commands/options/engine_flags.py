@@ -138,7 +138,7 @@ class DraftOutputOptions(_DraftFlags):
 
 
 def _check_activations(options: EngineOptions) -> None:
-    """UsageError for integer activations with weights that are not integers."""
+    """UsageError for activations in int8 or int16 beside `--quantization fp8`, whose weights are no integers."""
     activations = options.get("activations")
     if options.get("quantization") == "fp8" and activations not in (None, "float"):
         raise UsageError(

@@ -44,10 +44,8 @@ def current_command() -> Command | None:
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as Typer wants it: a keyword parameter for each flag of its groups. Other parameters stay as they
-    are.
-
-    TypeError if two flags have one name.
+    """The command as Typer wants it: a keyword parameter for each flag of its groups, and for each parameter that is
+    no group. TypeError if two flags have one name.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     flags = [flag for parameter in parameters for flag in _flags_of(parameter)]
@@ -83,7 +81,7 @@ def given_flags(group: Any) -> dict[str, Any]:
 
 
 def _spellings(flag: Parameter) -> list[str]:
-    """Names of an option, such as `--seed`; empty for an argument."""
+    """Names of an option without hyphens, such as `seed`, but none of one letter; empty for an argument."""
     options = [one for one in getattr(flag.annotation, "__metadata__", ()) if isinstance(one, OptionInfo)]
     words = [word for option in options for word in (option.default, *(option.param_decls or ()))]
     given = [word.removeprefix("--") for word in words if isinstance(word, str) and word.startswith("--")]

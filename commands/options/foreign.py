@@ -85,7 +85,7 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
 
 @dataclass(frozen=True)
 class _Answer:
-    """Error for a flag that means something else here; `{value}` is its value."""
+    """Error for a flag that means something else here; `{flag}` and `{value}` stand for what was typed."""
 
     problem: str
     hint: str
@@ -230,14 +230,14 @@ def flag_name(argument: str, command: str) -> str:
 
 
 def typed_spellings(arguments: list[str], flags: Flags) -> dict[str, str]:
-    """Flags of the command that are given by another name: ours without hyphens, and the name as it is typed."""
+    """Flags that are typed by another name: `{"max-seq-len": "--max-model-len"}`."""
     typed = (word for word, _, _ in read_arguments(arguments, flags.with_value, flags.command) if word.startswith("-"))
     named = {flag_name(word, flags.command): word.partition("=")[0] for word in typed}
     return {name: word for name, word in named.items() if name in flags.names and word.replace("_", "-") != f"--{name}"}
 
 
 def _long(argument: str, flags: Flags) -> str:
-    """The long form of a short flag that other programs have and this command lacks."""
+    """The argument with our long flag in place of a short one that this command lacks: `--model-dir` for `-m`."""
     short, equals, value = argument.partition("=")
     long = _SHORT.get(short)
     if long is None or short in flags.short:

@@ -100,8 +100,8 @@ class LeaderOptions:
     ] = None
 
     def with_config(self, options: SpeculationOptions) -> "LeaderOptions":
-        """The same options with flags in place of `--speculative-config`. UsageError if another flag
-        names a drafter.
+        """The same options with flags in place of `--speculative-config`. UsageError if another flag says how to draft
+        too, such as `--draft-len-mode`.
         """
         if self.speculative_config is None:
             return self
@@ -137,7 +137,7 @@ class LeaderOptions:
 
     @property
     def drafting_flags(self) -> list[str]:
-        """Flags that choose a drafter."""
+        """The given flags that say how to draft, such as `--spec-decode-max-draft-len`."""
         return [*(["--spec-decode-algo"] if self.spec_decode_algo is not None else []), *given_flags(self.drafters)]
 
     @property
@@ -155,8 +155,8 @@ class LeaderOptions:
         return [Path(model) for model in (self.model_dir, *self._draft_models) if model]
 
     def flags(self, engine_dir: Path | None, options: SpeculationOptions, *, answers_many: bool = False) -> LeaderFlags:
-        """Drafting flags. UsageError for flags of orchestrator mode, for both a model and an engine in one place, or
-        for settings of a build if no engine is built. `answers_many` as in `LeaderFlags`.
+        """Drafting flags. UsageError for both a model and an engine in one place, for formats that do not fit together,
+        or for settings of a build if no engine is built. `answers_many` as in `LeaderFlags`.
         """
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
         self.engines.check()

@@ -57,7 +57,8 @@ def may_be_model(word: str, *, is_answered: bool) -> bool:
 
 def near_model(word: str) -> str | None:
     """A model's name that `word` is nearly spelt like, such as `demo` for `dmeo`: a shipped name, a name in `specdec
-    list`, or a model or an engine in the working directory.
+    list`, or a model or an engine in the working directory. For a path such as `models/lama`, a model or an engine in
+    that directory.
     """
     word = word.removesuffix("/")
     place, slash, name = word.rpartition("/")

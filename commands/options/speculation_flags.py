@@ -22,7 +22,7 @@ _NONE = "none"
 """No drafter: a command line puts off with it what a file of settings or a variable has chosen."""
 _AUTO = "AUTO"
 """The drafters of AUTO: suffix matching; old answers, if many requests are answered; n-gram lookup, if one of its flags
-is given; and the models that are given.
+is given; the models that are given; the engine's self-draft copy; and the model's own head.
 """
 
 
@@ -104,6 +104,7 @@ class LeaderFlags:
     drafts_by_copy: bool = False
     """True if the engine is built with a self-draft copy."""
     sends_what_pays: bool = True
+    """True if drafts are cut to the length that pays, so that the drafter may offer long drafts."""
     model_dir: str | None = None
     answers_many: bool = False
     """True for commands that answer many requests, some of which may come again."""
@@ -223,7 +224,9 @@ class _Flags:
     """Value of `--drafters`."""
 
     def _chosen_by(self, spec: type[DrafterSpec]) -> str:
-        """Flag that chooses the drafter, if it is among the given flags."""
+        """The flag to choose the drafter with: `--drafters` if it is given, or if the command has no
+        `--spec-decode-algo`; else `--spec-decode-algo`.
+        """
         named = self.drafters is not None or (self.leader is not None and not self.leader.has_algorithms)
         return f"--drafters {spec.description.name}" if named else algorithm_flag(spec)
 

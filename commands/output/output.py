@@ -231,7 +231,7 @@ def percent(share: float | None) -> str:
 
 
 def columns_with_values(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Indices of a table's columns that hold more than dashes. Without a drafter some columns hold only dashes."""
+    """Indices of a table's columns that hold more than dashes and `0/0`, as some do without a drafter."""
     return [i for i, _ in enumerate(rows[0]) if any(row[i] not in ("-", "0/0") for row in rows)]
 
 

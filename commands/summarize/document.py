@@ -307,7 +307,7 @@ def _category(max_draft_len: int, samples: list[Sample], runs: list["SystemRun"]
 
 
 def _counts(max_draft_len: int, answers: list[Any], work: "Work | None") -> dict[str, Any]:
-    """Counts of the engine for a category; None if the engine was not run."""
+    """Counts of the engine for a category; empty if the engine was not run."""
     from runtime.core.generation import total_record
 
     if work is None:

@@ -96,7 +96,7 @@ class EvaluationOptions:
         return self if self.test_engine or self.test_hf else replace(self, test_engine=True)
 
     def check(self, hf_model_dir: str | None) -> None:
-        """UsageError if there is no model to test, or no engine for workers."""
+        """UsageError for `--test-hf` without a model or with a form, and for `--ray` without the engine."""
         self.common.check()
         self.cluster.check()
         if self.test_hf and hf_model_dir is None:
@@ -175,7 +175,9 @@ class SummarizeResults:
         return _DEFAULT_THRESHOLD if self.rouge1_threshold is None else self.rouge1_threshold
 
     def check(self, *, test_engine: bool, test_hf: bool) -> None:
-        """UsageError for a flag about the engine if the engine is not run."""
+        """UsageError for `--rouge1-max-loss` without the two flags that it needs, and for flags about the engine if the
+        engine is not run.
+        """
         if self.rouge1_max_loss is not None:
             given = f"`--rouge1-max-loss {self.rouge1_max_loss:g}`"
             if not self.check_accuracy:

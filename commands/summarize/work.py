@@ -342,7 +342,7 @@ def _system_table(document: SummarizeDocument, runs: list[SystemRun]) -> Table:
 
 
 def _part_of_step(total: Total, part: str) -> str:
-    """Mean time of a part of a step; None for a part that took no time at all, such as drafting without a drafter."""
+    """Mean time of a part of a step; a dash for drafting without a drafter, which takes no time."""
     seconds: float | None = getattr(total, f"{part}_time_per_step_s")
     return "-" if part.startswith("draft") and not seconds else milliseconds(seconds)
 

@@ -170,7 +170,9 @@ class TrainResults:
         return self.work_dir or self.output_dir.with_name(f"{self.output_dir.name}.training")
 
     def check(self) -> None:
-        """SpecDecError unless the head's directory is new or empty."""
+        """SpecDecError unless the head's directory is new or empty, and the working directory is another directory, or
+        new.
+        """
         path = self.output_dir
         if path.exists() and not path.is_dir():
             raise SpecDecError(f"output directory is a file: {path}", hint="choose another name")

@@ -144,7 +144,9 @@ def _traces(llm: LLM, inputs: TrainInputs, prompts: list[Prompt], directory: Pat
 
 
 def _answers(llm: LLM, inputs: TrainInputs, prompts: list[Prompt], directory: Path, output: Output) -> list[Trace]:
-    """Greedy answers to the prompts. Answers that an earlier start has given are read from the working directory."""
+    """Greedy answers to the prompts. Answers that an earlier start has given are read from the working directory.
+    SpecDecError if they answer other prompts.
+    """
     if not prompts:
         return []
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=inputs.max_output_len)

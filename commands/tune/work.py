@@ -251,7 +251,7 @@ def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Out
 
 
 def _little_evidence(num_requests: int) -> str:
-    """A sentence that the recommendation rests on few requests; empty if there are enough."""
+    """A sentence that the recommendation rests on few requests."""
     requests = "one request was timed" if num_requests == 1 else f"{num_requests} requests were timed"
     return f"{requests}, too few to tell small gains from noise, or to speak for other prompts; give more prompts"
 
