@@ -18,9 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from inspect import Parameter, Signature
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from typer.models import OptionInfo
+
+Group = TypeVar("Group")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +34,9 @@ class Command:
 
 
 CURRENT_COMMAND: ContextVar[Command | None] = ContextVar("current_command", default=None)
-
-
+"""The command that was called last: hints name its flags."""
 MODEL_AT_HAND: ContextVar[str | None] = ContextVar("model_at_hand", default=None)
 """The model from which the command made its engine, if it did. Its user builds no engine, so hints name the model."""
-
-
-def current_command() -> Command | None:
-    """The command that was called last: hints name its flags."""
-    return CURRENT_COMMAND.get()
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -66,6 +62,12 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     expanded.__signature__ = signature  # type: ignore[attr-defined]
     expanded.__annotations__ = {flag.name: flag.annotation for flag in flags}
     return expanded
+
+
+def filled(group: type[Group], values: Mapping[str, Any]) -> Group:
+    """A group of options with these values of its flags, by their Python names."""
+    made: Group = _value_of(Parameter("group", Parameter.KEYWORD_ONLY, annotation=group), values)
+    return made
 
 
 def given_flags(group: Any) -> dict[str, Any]:
