@@ -168,6 +168,10 @@ class LeaderOptions:
             _refuse_settings(self.engines)
         if self.model_dir is None:
             _refuse_settings(self.draft_output)
+        return self.drafting(options, answers_many=answers_many)
+
+    def drafting(self, options: SpeculationOptions, *, answers_many: bool = False) -> LeaderFlags:
+        """Drafting flags, without the checks of `flags`."""
         return LeaderFlags(
             self._given,
             self.spec_decode_algo or self._assumed_algorithm(options),
@@ -188,6 +192,13 @@ class LeaderOptions:
         flag, algorithm = next(iter(own.items()))
         warn(f"`{as_flag(flag)}` without `--spec-decode-algo`: {algorithm} is assumed")
         return algorithm
+
+
+def check_has_drafter(options: SpeculationOptions, leader: LeaderOptions) -> None:
+    """UsageError for flags that are of use to a drafter only, if none of them chooses a drafter. Reads no model."""
+    leader = leader.with_config(options)
+    if options.find_profile(leader.drafting_flags, None) is None:
+        options.check_has_drafter(leader.drafting(options))
 
 
 def _refuse_both(flag: str, model: str | None, engine_flag: str, engine: Path | None) -> None:
