@@ -60,8 +60,7 @@ class ConvertOptions:
     @property
     def source(self) -> str:
         """The model to convert. UsageError if no model is named, or two models are."""
-        if self.model is not None:
-            named_by(self.model, self.model_dir, None)
+        named_by(self.model, self.model_dir, None)
         source = self.model or self.model_dir
         if source is None:
             raise UsageError(

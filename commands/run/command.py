@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from commands.inputs.prompts import read_prompts
+from commands.inputs.prompts import check_readable_by, read_prompts
 from commands.options.engine_choice import EngineOptions, KVDiskOptions
 from commands.options.expand import expand_groups
 from commands.output.output import Output
@@ -41,15 +41,15 @@ def run(
     choice = choice.with_disk(disk)
     # With K/V on disk it is the engine that later runs open.
     choice = replace(choice, answers_first=params.config().is_greedy and disk.kv_cache_dir is None)
-    if inputs.apply_chat_template or any(prompt.messages for prompt in prompts):
+    if inputs.apply_chat_template:
         choice.check_chat_template()
-    elif inputs.continue_final_message:
+    elif inputs.continue_final_message and not any(prompt.messages for prompt in prompts):
         raise UsageError(
             "`--continue-final-message` needs conversations, and the prompts have no `messages`",
             hint="give them in a .jsonl file with `--input-file`",
         )
-    elif any(prompt.text is not None for prompt in prompts):
-        choice.check_tokenizer()
+    else:
+        check_readable_by(choice, prompts)
 
     from commands.options.sessions import open_setup_of_models
     from commands.run.work import answer

@@ -173,7 +173,5 @@ class RunResults:
         logits = self.output_logits_npy
         if logits is not None and (logits.name in ("", "..") or logits.is_dir()):
             raise SpecDecError(f"cannot write the file (Is a directory): {logits}", hint="choose another path")
-        outputs = (
-            *(self.output_csv, self.output_npy, self.logits_file, self.output_traces, self.receipts, self.report),
-        )
+        outputs = (self.output_csv, self.output_npy, self.logits_file, self.output_traces, self.receipts, self.report)
         check_output_files([path for path in outputs if path is not None], inputs)

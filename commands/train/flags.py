@@ -73,9 +73,8 @@ class TrainInputs:
         """The same inputs with the model that the first word names. UsageError if no model is named, or two models
         are.
         """
-        model_dir = self.model_dir if self.model is None else self.model
-        if self.model is not None:
-            named_by(self.model, self.model_dir, None)
+        named_by(self.model, self.model_dir, None)
+        model_dir = self.model or self.model_dir
         if model_dir is None:
             raise UsageError(
                 "no model to train for is given", hint="name it first, as in `specdec train demo`, or by `--model-dir`"

@@ -467,8 +467,7 @@ def _tell(tuning: Tuning, options: TuneOptions, output: Output) -> None:
     document = tune_document(tuning)
     if options.report is not None:
         use = None if tuning.confirmation is None else _use_of(tuning, tuning.confirmation)
-        write_page(options.report, tune_page(document, use, tuning.in_eight_bits))
-        output.result(f"report written: {options.report}")
+        write_page(options.report, tune_page(document, use, tuning.in_eight_bits), output)
     output.document(document)
 
 
