@@ -24,6 +24,7 @@ from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import Grammar
 from runtime.core.request import Request, Sequence
 from runtime.measure.text_steps import output_pieces
+from runtime.model.pretrained import num_positions, parse_pretrained_config
 from runtime.text.call_formats import named_tool_format
 from runtime.text.call_grammar import Calls, SpecialIds, call_grammar
 from runtime.text.chat import Message, TemplateInputs
@@ -187,11 +188,13 @@ class Conversation:
         longest = min(build.max_input_len, build.max_request_len - 1)
         if len(prompt) > longest:
             said_before = len(self.messages) > 1 + (self.system is not None)
-            more_room = "build an engine with more room" if llm.bundle.model is None else "give more room"
-            needed = len(prompt) + (self.setup.params.max_tokens or DEFAULT_OUTPUT_LEN)
+            config, needed = llm.bundle.config, len(prompt) + (self.setup.params.max_tokens or DEFAULT_OUTPUT_LEN)
+            positions = num_positions(parse_pretrained_config(config.pretrained_config, "config.json")) or needed
+            given = "build an engine with more room" if llm.bundle.model is None else "give more room"
+            more_room = f", or {given}: `--max-seq-len {min(needed, positions)}`" if len(prompt) < positions else ""
             raise SpecDecError(
                 f"the conversation is longer than the engine takes ({longest} tokens): {len(prompt)}",
-                hint="/reset begins another" if said_before else f"say less, or {more_room}: `--max-seq-len {needed}`",
+                hint="/reset begins another" if said_before else f"say less{more_room}",
             )
         request = llm.after_thinking(template.with_prompt(0, prompt, 0))
         request = replace(request, grammar=self._grammar(request))

@@ -36,7 +36,7 @@ from runtime.checkpoint.checkpoint_dir import is_checkpoint_dir
 from runtime.core.params import FIELDS, GrammarKind
 from runtime.drafters.specs import NgramDrafter
 from runtime.util.errors import SpecDecError
-from runtime.util.words import is_near, meant, nearest
+from runtime.util.words import meant, nearest
 
 _CONVERT_AGAIN = "run `specdec convert` again"
 _DRAFTS = (
@@ -351,7 +351,8 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     where: Any = getattr(error, "ctx", None)
     parameter: Any = getattr(error, "param", None)
     option, similar = getattr(error, "option_name", None) or "", getattr(error, "possibilities", None) or ()
-    near = [name for name in similar if is_near(option.lstrip("-"), name.lstrip("-"))]
+    nearest_name = nearest(option.lstrip("-"), [name.lstrip("-") for name in similar])
+    near = [] if nearest_name is None else [f"--{nearest_name}"]
     flags = near or getattr(parameter, "opts", None) or [option]
     hint = "`specdec --help` shows the usage" if where is None else help_hint(where, flags)
     problems = getattr(error.__cause__, "errors", None)
@@ -391,16 +392,18 @@ def _perhaps(words: Sequence[str], hint: str) -> str:
 
 
 def _instead_of_command(word: str, context: Any, hint: str) -> str:
-    """What to type for a word that is no command: our command for it, a similar one, or the model that it names."""
+    """Advice for a word that is no command: our command for it, a similar command, or `run` if it names a model."""
     if word in COMMANDS:
         return COMMANDS[word]
-    names_model = is_surely_model(word) or (may_be_model(word, is_answered=True) and not Path(word).is_dir())
-    if context.parent is None and names_model:
-        return f"`specdec run {shlex.quote(word)}` answers prompts by this model"
+    is_top = context.parent is None
+    answers = f"`specdec run {shlex.quote(word)}` answers prompts by this model"
+    if is_top and is_surely_model(word):
+        return answers
     if near := nearest(word, context.command.commands):
         return _perhaps([near], hint)
-    model = near_model(word) if context.parent is None else None
-    return hint if model is None else _perhaps([f"specdec run {shlex.quote(model)}"], hint)
+    if is_top and (model := near_model(word)) is not None:
+        return _perhaps([f"specdec run {shlex.quote(model)}"], hint)
+    return answers if is_top and may_be_model(word, is_answered=True) and not Path(word).is_dir() else hint
 
 
 def help_hint(context: Any, flags: Sequence[str]) -> str:

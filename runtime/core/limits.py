@@ -43,19 +43,19 @@ def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[
             field="max_tokens",
         )
     if num_prompt + num_output > build.max_request_len:
-        lower = f"lower `max_tokens` to {build.max_request_len - num_prompt}"
+        room = build.max_request_len - num_prompt
         if num_prompt + num_output > (positions := num_positions() or math.inf):
             raise SpecDecError(
                 f"prompt and output of {request.name} exceed the model's {positions} positions: "
                 f"{num_prompt} + {num_output}",
-                hint=lower,
+                hint=f"lower `max_tokens` to {room}",
                 code="request_past_positions",
                 field="max_tokens",
             )
         raise SpecDecError(
             f"prompt and output of {request.name} exceed the engine's {build.max_request_len} tokens: "
             f"{num_prompt} + {num_output}",
-            hint=f"{lower}, or raise `max_seq_len` to {num_prompt + num_output}",
+            hint=f"lower `max_tokens` to {room}, or raise `max_seq_len` to {num_prompt + num_output}",
             code="request_too_long",
             field="max_tokens",
         )

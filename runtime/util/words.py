@@ -50,12 +50,12 @@ def meant(text: str, words: Collection[str]) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar to this name; None if none is near (`is_near`)."""
-    near = [one for one in known if is_near(name, one)]
+    """The known name that is most similar to this name; None if none is near."""
+    near = [one for one in known if _is_near(name, one)]
     return next(iter(difflib.get_close_matches(name, near, 1, 0)), None)
 
 
-def is_near(name: str, known: str) -> bool:
+def _is_near(name: str, known: str) -> bool:
     """True if the name is most probably the known name with a slip, such as `rnu` for `run`, or if either begins with
     the other, as `batch-size` does with `batch`.
     """
