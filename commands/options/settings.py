@@ -254,7 +254,7 @@ def _reset(context: Any, name: str) -> None:
 def _tell_unknown_variables(context: Any) -> None:
     """Warn once of variables that match no flag of any command."""
     given = {name for name, value in os.environ.items() if name.startswith(f"{PREFIX}_") and value} - VARIABLES.keys()
-    given = {name for name in given if not _is_of_others(name)}
+    given = {name for name in given if not _OF_SCRIPTS.fullmatch(name) and not _OF_KUBERNETES.fullmatch(name)}
     _check_spelled_once(given)
     _tell(frozenset(given), context.find_root().command)
 
@@ -284,10 +284,6 @@ def _other_variables(param: Any, command: str) -> list[str]:
 
 def _variable_of(flag: str) -> str:
     return f"{PREFIX}_{flag.replace('-', '_').upper()}"
-
-
-def _is_of_others(name: str) -> bool:
-    return _OF_SCRIPTS.fullmatch(name) is not None or _OF_KUBERNETES.fullmatch(name) is not None
 
 
 @cache

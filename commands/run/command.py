@@ -7,7 +7,6 @@ from commands.options.engine_choice import EngineOptions, KVDiskOptions
 from commands.options.expand import expand_groups
 from commands.output.output import Output
 from commands.run.flags import RunGeneration, RunInputs, RunResults
-from runtime.core.params import SamplingParams
 from runtime.util.errors import UsageError
 
 
@@ -34,7 +33,8 @@ def run(
     results.check(output)
     results.check_files([*inputs.paths, *engine.paths])
     params = generation.params(results.logprobs)
-    _warn_of_equal_outputs(params, output)
+    if params.n > 1 and params.config().is_greedy:
+        output.warning(f"greedy outputs of one prompt are all the same: `--num-return-sequences {params.n}`")
     inputs = inputs.with_example()
     prompts = read_prompts(inputs.texts, inputs.input_file)
     choice = engine.choose(params, generation.common.max_num_tokens, check_lossless=results.check_lossless)
@@ -56,8 +56,3 @@ def run(
 
     with open_setup_of_models(choice, output) as setup:
         answer(setup, prompts, inputs, results, output)
-
-
-def _warn_of_equal_outputs(params: SamplingParams, output: Output) -> None:
-    if params.n > 1 and params.config().is_greedy:
-        output.warning(f"greedy outputs of one prompt are all the same: `--num-return-sequences {params.n}`")
