@@ -99,8 +99,7 @@ def check_receipts(options: CheckOptions, choice: EngineChoice, output: Output) 
         document = _document(llm, options, checked)
         _show(document, checked, output)
         if options.report is not None:
-            write_page(options.report, check_page(document, checked.shown, llm))
-            output.result(f"report written: {options.report}")
+            write_page(options.report, check_page(document, checked.shown, llm), output)
     output.document(document.as_json())
     if not document.passed:
         raise typer.Exit(1)

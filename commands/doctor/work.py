@@ -216,8 +216,7 @@ def diagnose(
     show(judgements, output, has_drafter=bool(speculation))
     document = doctor_document(replace(choice, speculation=speculation), len(requests), judgements, observed.steps)
     if report is not None:
-        write_page(report, doctor_page(document.as_json()))
-        output.result(f"report written: {report}")
+        write_page(report, doctor_page(document.as_json()), output)
     output.document(document.as_json())
     if not document.is_healthy:
         raise typer.Exit(1)

@@ -136,8 +136,7 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
         document = _document(llm, old, options, comparison, found)
         _show(document, llm, output)
         if options.report is not None:
-            write_page(options.report, regress_page(document, found.shown, llm))
-            output.result(f"report written: {options.report}")
+            write_page(options.report, regress_page(document, found.shown, llm), output)
     output.document(document.as_json())
     if not document.passed:
         raise typer.Exit(1)

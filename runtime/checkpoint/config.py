@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.reading import shown
-from runtime.util.words import nearest
+from runtime.util.words import meant
 
 CHECKPOINT_FORMAT_VERSION, ENGINE_FORMAT_VERSION = 2, 19
 """Versions of the formats: raised whenever this code could not use, or would misread, what earlier code wrote."""
@@ -502,12 +502,12 @@ def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
             if words and any(getattr(one, "takes_none", False) for one in described):
                 words.append("none")
                 forms = dict.fromkeys([", ".join(map(repr, words[:-1])), "'none'"])
-            near = nearest(value.lower(), words) if isinstance(value, str) else None
+            near = " or ".join(map(repr, meant(value, words))) if isinstance(value, str) else ""
             hints = [hint for one in described if (hint := getattr(one, "hint", None))]
             hint = (hints or ["leave it out, or correct its value"])[0]
             raise UsageError(
                 f"{name} must be {' or '.join(forms)}: {value!r:.100}",
-                hint=hint if near is None else f"perhaps {near!r}; or {hint}",
+                hint=f"perhaps {near}; or {hint}" if near else hint,
             ) from None
 
 
