@@ -231,11 +231,11 @@ def test_what_is_needed_for_others_is_written_before(llama_engine_dir: Path, tmp
         engine.flush_disk()
         prompts = [[*PROMPT[i:], *PROMPT[:i]] for i in range(5, 25, 5)]
         with writing_elsewhere(tmp_path):
-            for prompt in prompts:
-                answer(engine, prompt, 2)
+            computed = [answer(engine, prompt, 2) for prompt in prompts]
     with opened(llama_engine_dir, tmp_path, max_tokens=64) as engine:
-        for prompt in prompts:
-            assert answer(engine, prompt, 2).stats.num_reused_tokens == 44
+        for prompt, expected in zip(prompts, computed, strict=True):
+            restored = answer(engine, prompt, 2)
+            assert restored.stats.num_reused_tokens == 44 and same_bits(restored, expected)
 
 
 def test_what_comes_faster_than_it_is_written_is_told_once(
