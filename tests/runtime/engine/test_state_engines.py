@@ -21,7 +21,7 @@ from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
 from runtime.util.errors import RequestError, SpecDecError, UsageError
-from scripts.campaigns.oracle import CheckedEngine, ExactModel, one_by_one
+from scripts.campaigns.oracle import CheckedEngine, ExactModel, Failure, Interrupted, one_by_one
 
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
 NUM_NEW_TOKENS = 24
@@ -156,6 +156,24 @@ def test_a_draft_model_with_states_goes_back_by_its_targets_drafts() -> None:
     assert sequence.output_tokens == one_by_one(target.model, request)[: sequence.num_generated]
     drafts = zip(sequence.stats.per_step_drafted, sequence.stats.per_step_accepted, strict=True)
     assert max(num_drafted - num_accepted for num_drafted, num_accepted in drafts) > num_rolled_back(0)
+
+
+@pytest.mark.parametrize("call", ["model", "state copy"])
+def test_a_call_that_is_interrupted_leaves_no_state_of_other_tokens(call: str) -> None:
+    """Ctrl-C comes when the second piece of a prompt is written, of which the first is published; or between two layers
+    of the state that the next turn begins with.
+    """
+    engine, prompt = exact_engine(max_num_tokens=45), repetitive_prompt(7, 90)
+    if call == "state copy":
+        num_reused(engine, prompt, 5)
+    number, when = (1, "after") if call == "model" else (engine.calls.numbers[call], "halfway")
+    engine.calls.failure = Failure(call, number, when, is_interrupt=True)  # type: ignore[arg-type]
+    with pytest.raises(Interrupted):
+        num_reused(engine, [*prompt, 7, 8, 9])
+    engine.calls.failure = None
+    for _ in range(2):
+        num_reused(engine, [*prompt, 7, 8, 9])
+    engine.check_books()
 
 
 @pytest.mark.parametrize(("interval", "expected"), [(1000, 0), (24, 45), (40, 40), (80, 0)])
