@@ -113,7 +113,7 @@ def test_an_expert_that_is_missing_is_told(tmp_path: Path, said: Said) -> None:
         ("llama", {"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 3}, 2, AS_IT_IS, "2; 3"),
         ("llama", {}, 2, QuantConfig("int8", 16), "2; 3"),  # three groups of 48 inputs
     ],
-    ids=str,
+    ids=["no plan", "no plan, states", "heads", "outputs", "K/V heads", "groups"],
 )
 def test_what_cannot_be_divided_is_refused(
     family: str, overrides: dict[str, int], tp_size: int, precision: QuantConfig, words: str, tmp_path: Path, said: Said
