@@ -66,7 +66,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A request's line in the file of results, and the counts of the work that the answer took."""
+    """A request's line in the file of results, without its line feed, and the costs of the answer. `worker` is empty
+    for this process.
+    """
 
     id: str
     line: bytes
@@ -77,7 +79,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Pending:
-    """A request that is being answered."""
+    """A request that is being answered; `num_left` of its answers have not ended."""
 
     request: BatchRequest
     body: Generation
@@ -99,7 +101,7 @@ class BatchModel:
         with_receipts: bool = False,
     ) -> None:
         check_can_serve(llm)
-        llm.fingerprint  # noqa: B018  # it is kept: every result has it
+        llm.fingerprint  # noqa: B018  # kept: every result has it
         if defaults.thinking_token_budget is not None:
             llm.thinking  # noqa: B018  # or why there is none
         self._with_receipts = with_receipts
@@ -115,7 +117,7 @@ class BatchModel:
 
     @property
     def window(self) -> int:
-        """Number of requests that keep the batch full."""
+        """Number of requests on their way that keep the batch full: twice the batch size."""
         return 2 * self._served.llm.engine.max_batch_size
 
     @property
@@ -169,7 +171,7 @@ class BatchModel:
         reply = self._reply(pending).document()
         reply |= {"id": f"{reply['id'].partition('-')[0]}-{pending.request.id.rpartition('_')[2]}", "created": 0}
         reply["usage"] = {name: reply["usage"][name] for name in _USAGE}
-        del reply["metrics"], reply["system_fingerprint"]  # of this machine; with receipts they name it
+        del reply["metrics"], reply["system_fingerprint"]  # they differ from machine to machine; receipts may name it
         line = result_line(pending.request, 200, reply, None)
         return Outcome(pending.request.id, line, _counts(pending.answers))
 
@@ -244,12 +246,12 @@ def seed_of(custom_id: str, random_seed: int) -> int:
 
 
 def failed_outcome(request: BatchRequest, failure: str) -> Outcome:
-    """The outcome of a request that fails every time, also when it is answered alone."""
+    """The outcome of a request that failed alone."""
     return _failed(request, HTTPError(500, failure, code="internal_error"))
 
 
 def result_line(request: BatchRequest, status: int, body: dict[str, Any], error: dict[str, Any] | None) -> bytes:
-    """OpenAI's form of a result. An error stands in the body too, as a server would have sent it."""
+    """A result in OpenAI's form. An error stands in the body too, as a server would have sent it."""
     response = {"status_code": status, "request_id": request.id.removeprefix("batch_"), "body": body}
     line = {"id": request.id, "custom_id": request.custom_id, "response": response, "error": error}
     return json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
@@ -307,8 +309,8 @@ class Job:
 
     @property
     def draft_len_mode(self) -> DraftLenMode:
-        """The draft length mode that was asked for; without a request, automatic where automatic lengths cannot change
-        results.
+        """The draft length mode that was asked for. If none was, the default of leader mode for an engine that has step
+        costs, else `fixed`.
         """
         speculation = self.choice.speculation
         if speculation.draft_len_mode is None and read_bundle(self.choice.engine_dir).has_costs:
@@ -333,7 +335,7 @@ class Job:
 
 
 def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
-    """Digest of the model, its build settings and its tokenizer: the same for engines of all processors."""
+    """Digest of the model, its build settings and its tokenizer; engines for different processors have the same."""
     config = read_bundle(engine_dir).config
     tokenizer = engine_dir if tokenizer_dir is None else resolve_tokenizer(tokenizer_dir)
     files = [tokenizer] if is_gguf(tokenizer) else [tokenizer / name for name in TOKENIZER_FILES]
@@ -359,4 +361,4 @@ def check_same_everywhere(speculation: Speculation) -> None:
 
 
 def _is_part(path: Path) -> bool:
-    return path.is_file() and path.name != "config.json"  # which records when an engine was built, and where
+    return path.is_file() and path.name != "config.json"  # an engine's has the time and place of its build

@@ -163,7 +163,7 @@ _START = b'{"id":"batch_req_'
 
 @dataclass(frozen=True)
 class _Result:
-    """The fields of a line of results that are looked at."""
+    """The fields of a line of results that are read back."""
 
     id: str
     custom_id: str
@@ -213,7 +213,9 @@ class Results:
         return [place for place in self._places if place.id not in self._lines]
 
     def append(self, request_id: str, line: bytes, *, is_error: bool) -> None:
-        """Append a result. It survives a kill of the process at once, and a power failure after a second."""
+        """Append a result. A kill of the process does not lose it. A power failure may lose results of the last second,
+        or of a longer time if no result has come since.
+        """
         if request_id in self._lines:
             return
         self._file.write(line + b"\n")
@@ -228,9 +230,9 @@ class Results:
         self._flushed_s = time.monotonic()
 
     def finish(self) -> None:
-        """All results as one file, in the order of the requests."""
+        """Write all results to their file, in the order of the requests, and remove the partial file."""
         if self._is_written:
-            remove_left_over(self.path.resolve())  # by a process that was killed once they had their name
+            remove_left_over(self.path.resolve())  # of a process that was killed after it had renamed the file
         else:
             with new_file(self.path, replace=True) as new, new.open("wb") as output:
                 for line in self._in_order():
@@ -238,7 +240,7 @@ class Results:
         self._partial.unlink()
 
     def leave(self) -> None:
-        """Remove the partial file if nothing was written to it."""
+        """Remove the partial file if nothing was written to it, or else flush it."""
         if os.fstat(self._file.fileno()).st_size:  # an interrupt may have come right after a line was written
             self.flush()
         else:
@@ -283,8 +285,8 @@ class Results:
 
 @contextmanager
 def open_results(path: Path, places: Sequence[Place]) -> Iterator[Results]:
-    """Open the results of a batch. SpecDecError if the file has results of other requests, or if another process is
-    writing it.
+    """Open the results of a batch. SpecDecError if the file has results of other requests, cannot be written, or is
+    being written by another process.
     """
     partial = path.with_name(f"{path.name}.partial")
     if path.exists() and not path.is_file():
@@ -322,13 +324,13 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
                 raise SpecDecError(
                     f"another process is writing these results: {path}", hint="wait for it, or choose another file"
                 ) from None
-            except OSError as error:  # on a network's disk, say: two processes could write there at once
+            except OSError as error:  # on a network's disk, for example: two processes could write there at once
                 if not os.fstat(file.fileno()).st_size:
                     path.unlink(missing_ok=True)
                 raise SpecDecError(
                     f"the file cannot be locked ({error.strerror}): {path}", hint="choose a path on another disk"
                 ) from None
-            # It may have been finished and taken away between the two calls.
+            # Another process may have finished and removed the file before it was locked.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     yield file

@@ -128,11 +128,11 @@ def start_batch(
     cluster: ClusterOptions,
     output: Output,
 ) -> None:
-    """Start or resume a batch. SpecDecError if that is not possible; existing results are kept in any case."""
+    """Start or resume a batch, and report it. SpecDecError if that is not possible; existing results are kept then."""
     speculation = choice.speculation
     check_same_everywhere(speculation)
     if speculation.draft_len_mode is None and speculation.may_draw_by_probs:
-        speculation = speculation.in_mode("fixed")  # or interrupted batches would not end as others do
+        speculation = speculation.in_mode("fixed")  # automatic lengths would give other tokens after an interruption
     with engines_made(replace(choice, speculation=speculation), output) as made:
         job = Job(made, names, defaults, with_receipts=files.receipts is not None)
         open_crew: OpenCrew = partial(_own_crew, job)
@@ -166,10 +166,8 @@ def run_batch(
     open_crew: Callable[[int], AbstractContextManager[Crew[BatchRequest, Outcome]]],
     output: Output,
 ) -> Report:
-    """Answer the requests that have no result yet; opens no model if there are none. SpecDecError for results of
-    another job.
-
-    `open_crew` is called with the number of requests.
+    """Answer the requests that have no result yet. `open_crew` is called with their number, unless there are none.
+    SpecDecError for results of another job.
     """
     requests = look_through(input_file, job)
     with open_results(output_file, requests.places) as results:
@@ -192,8 +190,8 @@ def run_batch(
 
 
 def _write_receipts(results: Path, receipts: Path) -> None:
-    """Put the receipts into the lines of the results. The file is replaced as a whole, so a kill leaves
-    it as it was.
+    """Copy the receipts from the lines of the results to a file of their own. The file is replaced as a whole, so a
+    kill leaves the old file as it was.
     """
     with new_file(receipts, replace=True) as written, written.open("wb") as file, results.open("rb") as lines:
         for line in lines:
@@ -219,7 +217,7 @@ def _answer(
 
 
 def _finish(results: Results) -> None:
-    if results.missing:  # our own mistake, which must not become a file that looks whole
+    if results.missing:  # a mistake in this program, which must not become a file that looks whole
         raise SpecDecError(
             f"requests have no result: {len(results.missing)}",
             hint="run the command again: it answers the requests that have no result",

@@ -1,4 +1,4 @@
-"""`specdec launch`, its flags: a coding agent on a model of this machine, in one command."""
+"""`specdec launch`: its flags, and the checks that need no torch."""
 
 import os
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ ARGUMENTS_OF_TOOL = "specdec.arguments_of_tool"
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Address of the server, and flags that print or restore something instead of running the agent."""
+    """Address, settings and key of the server, and flags that print or restore something and run no agent."""
 
     host: Annotated[str, option(SERVER, "Address of the server.")] = "127.0.0.1"
     port: Annotated[

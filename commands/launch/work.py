@@ -1,4 +1,4 @@
-"""A launch: starts the server, writes the agent's settings, runs the agent, and ends the server."""
+"""A launch: finds or starts the server, writes the agent's settings, runs the agent, and ends a server of its own."""
 
 import os
 import shlex
@@ -20,9 +20,8 @@ from runtime.util.errors import SpecDecError, UsageError
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch as the user asked for it. `flags` are a model, perhaps, and flags of `serve`; `arguments` are the
-    agent's; `settings` are the values that variables and files give for flags of `serve`, by names without hyphens in
-    front.
+    """A launch as the user asked for it. `flags` are a model, perhaps, and flags of `serve`. `arguments` are the
+    agent's. `settings` has the values that variables and files give for flags of `serve`: `{"max-seq-len": "8192"}`.
     """
 
     host: str
@@ -121,8 +120,8 @@ def run(tool: Tool, launch: Launch, print_only: bool) -> int:
 
 
 def _running(launch: Launch) -> Served | None:
-    """The server at the address; None if a server is to be started. SpecDecError if it has another model, or if there
-    is neither a server nor a model.
+    """The server at the address; None if a server is to be started. SpecDecError if the server has another model, or
+    refuses the key.
     """
     served = ask_server(launch.url, launch.key) if launch.port else None
     if served is None:
@@ -166,8 +165,8 @@ def _secret(connection: Connection) -> str | None:
 
 
 def _print(tool: Tool, launch: Launch) -> None:
-    """Print the commands that would be run and the files that would be written. If no server answers, the settings that
-    it would have are shown.
+    """Print the commands that would be run, and the settings that the agent would get. If no server answers, its
+    settings are those of the server that would be started.
     """
     served = ask_server(launch.url, launch.key) if launch.port else None
     if served is None:
@@ -183,8 +182,10 @@ def _print(tool: Tool, launch: Launch) -> None:
 
 
 def _run_agent(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the agent; returns its exit status. Ctrl-C reaches the agent alone meanwhile."""
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # not ignored: the agent would inherit that
+    """Run the agent; returns its exit status, or 128 + N if signal N ended it. Ctrl-C ends only the agent meanwhile.
+    SpecDecError if it cannot be run.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which the agent would inherit
     try:
         with subprocess.Popen(command, env=dict(environment)) as process:
             try:
@@ -201,7 +202,7 @@ def _run_agent(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def _cleans_up_on_hangup() -> Iterator[None]:
-    """Handle the end of the terminal as SIGTERM is handled: through the blocks that clean up."""
+    """Have the end of the terminal (SIGHUP) end the block as SIGTERM does, so that the blocks around it clean up."""
     before = signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     try:
         yield

@@ -90,7 +90,7 @@ def _max_prompt_len(served: ServedModel, body: Generation, max_tokens: int | Non
 
 
 def _prompts(served: ServedModel, prompt: str | Seq[Any], max_length: int | None) -> list[list[int]]:
-    """The tokens of each prompt of a body, which has one prompt or several, as texts or ids."""
+    """The tokens of each prompt of a body, which has one prompt or several, as texts or token ids."""
     is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
     prompts = [prompt] if is_one else prompt
     if len(prompts) > served.max_sequences:
@@ -154,7 +154,7 @@ def _scopes(body: Generation) -> tuple[Scope, ...]:
 
 
 def _written(served: ServedModel, tokens: list[int]) -> str:
-    """Text of generated tokens, in which names of tools are looked for."""
+    """Text of generated tokens, special tokens included, in which names of tools are looked for."""
     return str(served.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -205,7 +205,7 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
             raise as_http_error(error, "speculative") from None
     if body.prediction is not None:
         served.check_drafts_fit(1, "prediction")
-        text = text_of(body.prediction.content)[: served.max_text_len]  # time is spent on no more than can be needed
+        text = text_of(body.prediction.content)[: served.max_text_len]  # no answer is longer
         tokens = encode_text(served.tokenizer, text)[: served.max_model_len]
         predicted = UnderGrammar(PredictionLookup(tokens))
         drafter = predicted if drafter is None else FirstOf([predicted, drafter])
@@ -214,7 +214,8 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
 
 def _copied_tokens(served: ServedModel, body: ChatRequest) -> list[int]:
     """Tokens of tool results, written as the arguments of a call would have them: a file's text has other tokens in a
-    JSON string. None if these tokens would be the same, if the model's calls are not in JSON, or if nothing is drafted.
+    JSON string. Results whose text is the same in a JSON string are left out. Empty if the model's calls are not in
+    JSON, if the model may call no tool, or if the server's drafter does not draft.
     """
     form = served.tool_format
     is_json = form is not None and isinstance(form.call, JsonCall | NamedCall | HarmonyCall)

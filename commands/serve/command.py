@@ -1,4 +1,4 @@
-"""`specdec serve`, its flags: an HTTP server for clients of OpenAI's API."""
+"""`specdec serve`: its flags, and the checks that need no torch."""
 
 import gc
 from collections.abc import Iterator
@@ -55,8 +55,8 @@ def serve(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, serve
 
 @contextmanager
 def _kept_for_good() -> Iterator[None]:
-    """Turn Python's garbage collector off until the server has been opened: collecting takes 0.6 s, and all objects
-    made until then stay.
+    """Turn Python's garbage collector off while the model is opened: it would take 0.6 s to find that every object made
+    so far is still needed. `serve_setup` turns it on again before the first request.
     """
     gc.disable()
     try:
@@ -66,7 +66,7 @@ def _kept_for_good() -> Iterator[None]:
 
 
 def _check_packages() -> None:
-    """SpecDecError if the packages of the extra `serve` are not installed; it runs before a model is opened."""
+    """SpecDecError if a package of the extra `serve` is not installed; it runs before a model is opened."""
     for name in _PACKAGES:
         try:
             import_module(name)

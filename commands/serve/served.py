@@ -35,7 +35,7 @@ class ServedModel:
     names: tuple[str, ...]
     """Names that clients may use for the model; the first is the one in answers."""
     created: int
-    """Seconds since 1970."""
+    """Time at which the server was started, in seconds since 1970."""
     has_chat_template: bool
     defaults: dict[str, Any] = field(default_factory=dict)
     """Defaults of fields that a client leaves out."""
@@ -130,7 +130,7 @@ class ServedModel:
 
     @cached_property
     def tokenizer_info(self) -> dict[str, Any]:
-        """Special tokens by name, and the chat template."""
+        """Special tokens by name, the tokenizer's class, the chat template, and the sizes of vocabulary and context."""
         path = self.llm.tokenizer_dir / "tokenizer_config.json"
         if is_gguf(self.llm.tokenizer_dir):
             config = _config_of(self.tokenizer)
@@ -146,7 +146,7 @@ class ServedModel:
         }
 
     def check_name(self, name: str | None) -> None:
-        """HTTPError if the name is another model's; the error names the model of this server."""
+        """HTTPError if the name is another model's; the error has the names of this server's model."""
         if name is None or name in self.names or self.takes_any_name:
             return
         own = ", ".join(f"`{own}`" for own in self.names)
@@ -159,9 +159,7 @@ class ServedModel:
         return self.max_model_len * self._longest_token
 
     def check_text_len(self, num_characters: int, param: str) -> None:
-        """HTTPError for a text with more characters than any prompt that fits could have; it runs before the text is
-        tokenized.
-        """
+        """HTTPError for a text with more characters than any prompt that fits; it runs before the text is tokenized."""
         if num_characters > self.max_text_len:
             raise HTTPError(
                 400,

@@ -35,7 +35,7 @@ from runtime.loop.session import Session
 from runtime.util.errors import SpecDecError
 
 _OPEN_PATHS = frozenset({"/", "/health"})
-"""Paths that need no key: the page, which asks for the key, and paths for load balancers."""
+"""Paths that need no key: the page, which asks for the key, and the path for load balancers."""
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::\d*)?")
 """A host's name or address, and perhaps a port: RFC 9110, section 7.2."""
 
@@ -69,7 +69,7 @@ class Guard:
             await JSONResponse(error.body_at(scope["path"]), error.status, error.headers)(scope, receive, send)
             return
         if scope["method"] == "HEAD":
-            # The routes of GET answer; of their body uvicorn, which has the method that was asked, sends nothing.
+            # The routes of GET answer HEAD too. uvicorn still sees HEAD, and sends no body.
             scope = scope | {"method": "GET"}
         await self._app(with_key(scope, given, num_keys=len(self._expected)), receive, send)
 
@@ -97,7 +97,7 @@ class Guard:
             raise HTTPError(403, "pages from this origin may not use this server", code="origin_not_allowed")
 
     def _check_key(self, given: bytes) -> None:
-        is_right = [hmac.compare_digest(given, key) for key in self._expected]  # all of them, whichever it is
+        is_right = [hmac.compare_digest(given, key) for key in self._expected]  # all keys, also after a match
         if is_right and not any(is_right):
             raise HTTPError(401, "the API key is missing or wrong", code="invalid_api_key")
 
@@ -125,7 +125,7 @@ class Serving:
 
 
 def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
-    """Serve until a signal ends the server."""
+    """Serve until a signal ends the server. SpecDecError if the model cannot be served, or if its engine ends."""
     options, address = serving.options, serving.address
     clock = Clock()
     served = open_served(setup.llm, setup.session, clock, serving.names, options)
@@ -136,12 +136,12 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     def say_where() -> None:
         for line in greeting(served, address):
             console = stderr()
-            console.print(line, soft_wrap=not console.is_terminal)  # between words; a program reads whole lines
+            console.print(line, soft_wrap=not console.is_terminal)  # a terminal wraps; a program reads whole lines
 
     if not address.is_of_this_machine and options.api_key is None:
         warn("anyone who can reach this address may send requests: `--api-key` or SPECDEC_API_KEY restricts access")
-    # What is there now stays. Looked through for garbage, its 400,000 objects hold up every thread for 0.3 s; and as
-    # that is put off until a quarter as many are new, those of requests would pile up.
+    # The 400,000 objects that exist now stay. To look through them for garbage stops every thread for 0.3 s, and Python
+    # does it only when there are a quarter as many new objects: until then the garbage of requests would pile up.
     gc.freeze()
     gc.enable()
     try:
@@ -149,7 +149,7 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
             tls = Certificate(options.ssl_certfile, options.ssl_keyfile) if options.ssl_certfile is not None else None
             serve(app, served.loop, bound, options.shutdown_timeout, say_where, tls)
     finally:
-        served.loop.stop(0)  # before the engine is closed, also where uvicorn did not wait for it
+        served.loop.stop(0)  # before the engine is closed, also if uvicorn did not wait for the loop
 
 
 def open_served(
@@ -158,7 +158,7 @@ def open_served(
     """The model with a loop that is not started yet; SpecDecError if it cannot be served."""
     check_can_serve(llm)
     has_chat_template = prepare_chat(llm)
-    with suppress(SpecDecError):  # told to those who ask for one
+    with suppress(SpecDecError):  # a request with a grammar gets the error
         llm.grammars.prepare()
     llm.fingerprint  # noqa: B018  # it is kept: every answer has it
     limits = LoopLimits(options.max_queue_len, options.max_requests_per_client, options.max_gap_ms / 1000)

@@ -39,8 +39,8 @@ def salted(asked: Seq[ServeRequest], scope: Mapping[str, Any], given: str | None
 
 
 def corpus_owners(scope: Mapping[str, Any], given: str | None) -> tuple[str | None, ...]:
-    """Owners whose corpora a request may name: its salt's, then its API key's, or, without either, the common owner. A
-    corpus that it adds belongs to the first.
+    """Owners whose corpora a request may name: its salt's, then its API key's, or, without either, the common owner
+    None. A corpus that the request adds belongs to the first.
     """
     own = scope.get(SALT_OF_SCOPE)
     return (own,) if given is None else (" ".join(filter(None, (own, f"salt {given}"))), own)

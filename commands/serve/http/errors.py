@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: a status, and `{"error": {message, type, param, code}}`."""
+"""Errors as clients read them: a status and `{"error": {message, type, param, code}}`, or Anthropic's form."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -154,7 +154,7 @@ _CLIENT_CLASSES = ("idle", "few", "many")
 
 
 def _client_class(num_before: int, max_batch_size: int) -> str:
-    """Class of a client by its number of running or waiting sequences: none, fewer than run at once, or more."""
+    """Class of a client by its number of running or waiting sequences: none, fewer than run at once, or as many."""
     return "idle" if num_before == 0 else "few" if num_before < max_batch_size else "many"
 
 

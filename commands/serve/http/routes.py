@@ -1,5 +1,5 @@
-"""The server's routes: a request's body is read, the loop answers it, and the answer is written as OpenAI's clients
-read it.
+"""The server's routes: a request's body is read, the loop answers it, and the answer is written in the client's
+protocol.
 """
 
 import asyncio
@@ -145,7 +145,7 @@ class Server:
 
 
 def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, version: str) -> FastAPI:
-    """The application. Its lifespan is the loop's."""
+    """The application. The loop starts and ends with it."""
     metrics = ServerMetrics(served.loop, served.name)
     clock.on_progress.append(metrics.observe)
     worker = ThreadPoolExecutor(2 * MOST_COMPILING, "specdec-requests")
@@ -458,13 +458,13 @@ def _too_long() -> HTTPError:
 
 
 def _answered(model: type[Any], answer: type[Any]) -> dict[str, Any]:
-    """The model's class with the keys that a generated answer adds."""
+    """OpenAPI description of a route that generates: its body and its answer."""
     described = _body(model)
     return described | {"responses": described["responses"] | errors(429, 500, 503, 504) | answers(answer)}
 
 
 def _body(model: type[Any]) -> dict[str, Any]:
-    """OpenAPI description of a body that is parsed by hand."""
+    """OpenAPI description of a route whose body is parsed by hand."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},

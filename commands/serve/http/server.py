@@ -75,7 +75,8 @@ class BoundedProtocol(H11Protocol):
         if BoundedProtocol.num_refused > _MAX_REFUSED:  # or the process would have no files left
             transport.close()
         else:
-            # Not closed yet: if what the client sends came after that, it would lose what was said.
+            # Not closed yet: if the client sends more after that, the system resets the connection, and the client may
+            # lose the answer.
             self.loop.call_later(_REFUSED_S, transport.close)
 
     def send_400_response(self, msg: str) -> None:
@@ -133,13 +134,13 @@ class _Deadline:
             self._timer = self._protocol.loop.call_later(seconds, self._abort)
 
     def stop(self) -> None:
-        # Or it would keep all that belongs to the connection until its time has come.
+        # A timer that is not cancelled keeps the connection's objects in memory until it fires.
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _abort(self) -> None:
-        # Not closed, and reset: what the client has not read would be kept until it reads it, by the kernel too.
+        # Reset, not closed: the kernel would keep the unread bytes of a closed connection until the client reads them.
         transport = self._protocol.transport
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
@@ -340,7 +341,7 @@ def serve(
     )
     server = _Server(config, loop, shutdown_timeout_s, on_ready)
     server.run(sockets=[bound])
-    for signal_number in (signal.SIGINT, signal.SIGTERM):  # the server has ended, and more of them change nothing
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # the server has ended, and further signals change nothing
         signal.signal(signal_number, signal.SIG_IGN)
     if loop.failure is not None:
         raise loop.failure
@@ -348,7 +349,7 @@ def serve(
 
 @contextmanager
 def errors_logged() -> Iterator[None]:
-    """Log errors on stderr, with their tracebacks' last location."""
+    """Within the block, log the errors of routes, of the loop and of uvicorn on stderr, with their tracebacks."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     handler.addFilter(_is_no_cancelling)

@@ -1,6 +1,4 @@
-"""Anthropic's Messages, as Claude Code uses them: bodies become chat requests, and answers are written in their
-form.
-"""
+"""Anthropic's Messages, as Claude Code uses them: bodies become chat requests, and answers are written as messages."""
 
 import json
 import uuid
@@ -121,7 +119,7 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
 
 
 def _joined(texts: Iterable[str]) -> str:
-    """Join the text blocks of a message: a client may add blocks of its own to the user's text."""
+    """Join texts of a message by empty lines: a client may add blocks of its own to the user's text."""
     return "\n\n".join(text for text in texts if text)
 
 
@@ -250,8 +248,8 @@ class MessagesReply:
 
 
 def _input(arguments: str) -> Any:
-    """A call's arguments as an object. If the answer was cut off in them, the part that came, which is how clients read
-    the stream.
+    """A call's arguments as an object. If the answer was cut off in the arguments, the object has the part that came:
+    clients of the stream have the same.
     """
     try:
         found = from_json(arguments or "{}", allow_partial=True)

@@ -142,7 +142,7 @@ class CompletionReply:
         return self._texts.completion_logprobs([None, *answer.sequence.prompt_logprobs], tokens, starts)
 
     def _echo(self, index: int) -> str:
-        """The prompt's text, if the request asks for an echo; once for each choice."""
+        """The prompt's text for a choice; empty unless the request asks for an echo."""
         number = index * self._num_prompts // len(self.answers)
         if number not in self._echoed:
             tokens = self.answers[index].request.prompt_tokens

@@ -57,7 +57,7 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
         form = served.tool_format
         is_writable = form is not None and isinstance(form.call, JsonCall)
         if not is_writable and not body.callable_tools and not has_calls:
-            inputs = replace(inputs, tools=())  # nothing is lost: none of them may be called
+            inputs = replace(inputs, tools=())  # nothing is lost: no tool may be called
         elif form is None:
             raise HTTPError(
                 400,
@@ -138,7 +138,7 @@ def _tool_document(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _messages(body: Conversation) -> list[Message]:
-    """Messages in the form that templates expect; HTTPError for calls without results, and results without calls."""
+    """Messages in the form that templates expect; HTTPError for a call without a result, or a result without a call."""
     said: list[Message] = []
     names: dict[str, str] = {}
     unanswered: list[str | None] = []
@@ -238,8 +238,8 @@ def _alternating(messages: list[Message]) -> list[Message]:
 
 
 def tools_of(body: Conversation) -> tuple[Tool, ...]:
-    """The functions that may be called; HTTPError for two functions with the same name, or for a `tool_choice` that
-    names no function.
+    """The functions that may be called. HTTPError for two functions with the same name, for a `tool_choice` that names
+    none of the functions, and for `required` without functions.
     """
     tools = [
         Tool(one.function.name, one.function.parameters or {}, bool(one.function.strict)) for one in body.callable_tools
@@ -313,7 +313,9 @@ def is_in_reasoning(served: ServedModel, form: OutputForm, prompt: Seq[int]) -> 
 
 
 def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> CompiledGrammar | None:
-    """Grammar for the answer's calls, or for its JSON after the reasoning; None if nothing is constrained."""
+    """Grammar for the answer's calls, or for its JSON after the reasoning. None if there is nothing to constrain, or if
+    the grammar that the request asks for holds from the first token.
+    """
     tools = tools_of(body)
     form = output_form(served, body)
     in_reasoning = is_in_reasoning(served, form, prompt)
@@ -336,7 +338,7 @@ def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> Co
     if is_auto and body.forms:
         (_, kind, value), *_ = body.forms
         if kind != "json_schema":
-            return None  # it is the form of all that the model writes, calls too
+            return None  # the form holds for everything that the model writes, calls too
         schema = json.loads(value) if isinstance(value, str) else value
     calls = Calls(tools, "auto" if is_auto else "required", body.parallel_tool_calls is not False, schema)
     return _compiled_calls(served, calls, format_of, form, in_reasoning=in_reasoning)
@@ -389,14 +391,16 @@ def _special_ids(served: ServedModel) -> SpecialIds:
 
 
 class _TooLong(BaseException):
-    """Exception that one thread raises in another when a template takes too long. It is not an `Exception`, since
-    templates' errors are caught.
+    """Exception that a timer's thread raises in the thread whose template takes too long. It is not an `Exception`,
+    because templates' errors are caught.
     """
 
 
 @contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after `seconds` of running Python: templates are programs with loops."""
+    """Raise TimeoutError in the block after `seconds`, at the next line of Python that it runs: templates are programs
+    with loops.
+    """
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 
     def end() -> None:
@@ -408,7 +412,7 @@ def ended_after(seconds: float) -> Iterator[None]:
     timer.daemon = True
     try:
         try:
-            timer.start()  # on a busy machine it may be over before this returns
+            timer.start()  # on a busy machine the time may be over before this returns
             yield
         finally:
             with lock:

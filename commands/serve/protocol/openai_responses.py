@@ -1,5 +1,5 @@
-"""OpenAI's Responses, as Codex and `responses.create` use them: bodies become chat requests, and answers are written in
-their form.
+"""OpenAI's Responses, as Codex and `responses.create` use them: bodies become chat requests, and answers are written as
+responses.
 """
 
 import json
@@ -322,7 +322,7 @@ class ResponsesReply:
         return document
 
     def _said(self) -> list[dict[str, Any]]:
-        """The answer as messages of the conversation."""
+        """The answer as the assistant's next message of the conversation, in a list."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self._items:
             if item["type"] == "function_call":

@@ -25,8 +25,8 @@ from runtime.text.token_text import token_bytes
 
 @dataclass(frozen=True)
 class Piece:
-    """New part of an answer. `logprobs` belong to the tokens whose text begins in this part, and `starts` has the
-    positions where it begins, in characters of the answer. Tokens that a stop word cut off are left out.
+    """New part of an answer. `logprobs` belong to the tokens whose text begins in this part. `starts` has the positions
+    at which these tokens begin, in characters of the answer. Tokens that a stop word cut off are left out.
     """
 
     text: str
@@ -168,7 +168,7 @@ class PieceStream:
         return marked
 
 
-_LEAST_LOGPROB = -9999.0  # of a token that is never chosen; JSON has no infinity
+_LEAST_LOGPROB = -9999.0  # for a token that is never chosen: JSON has no infinity
 _FINISH_REASONS: dict[FinishReason, str] = {"end_id": "stop", "stop": "stop", "length": "length"}
 
 

@@ -1,4 +1,4 @@
-"""Request bodies: the fields of OpenAI's completions and chat, further fields of vLLM's, and our own.
+"""Request bodies: the fields of OpenAI's and Anthropic's protocols, of vLLM and other servers, and our own.
 
 Unknown fields are ignored. Fields that clients know and this server does not support are refused, unless their value
 asks for nothing (`REFUSED`).
@@ -36,7 +36,7 @@ from runtime.drafters.specs import lookups
 
 MAX_PROMPTS = 4096
 _MOST_DEPTH = 200
-"""Depth of lists and objects within each other that pydantic's parser accepts."""
+"""Depth of nested lists and objects that pydantic's parser accepts."""
 MAX_STOP_WORDS = 32
 MAX_CHOICES = 1024
 MAX_TOOLS = 1024
@@ -61,8 +61,8 @@ Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class Lenient(BaseModel):
-    """Base of bodies: unknown fields are ignored, numbers must be finite, and a text may be neither a number nor true,
-    as with OpenAI.
+    """Base of bodies: unknown fields are ignored, numbers must be finite, and a number or `true` is not taken for a
+    text, as with OpenAI.
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
@@ -987,7 +987,7 @@ Body = TypeVar("Body", bound=Lenient)
 def parse_body(body: bytes, model: type[Body]) -> Body:
     """Parse a body as `model`, whatever its Content-Type says; HTTPError unless it is JSON that `model` takes."""
     try:
-        # It knows a depth at which it stops, and neither NaN nor half of a surrogate pair.
+        # This parser stops at a depth of 200, and takes neither NaN nor half of a surrogate pair.
         value: Any = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         if "recursion limit" in str(error):
