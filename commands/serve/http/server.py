@@ -353,7 +353,7 @@ def errors_logged() -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     handler.addFilter(_is_no_cancelling)
-    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "runtime.serving", "commands.serve")]
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "runtime.loop", "commands.serve")]
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.WARNING)
