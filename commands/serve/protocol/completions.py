@@ -20,7 +20,7 @@ from commands.serve.protocol.replies import (
     receipt_key,
     usage,
 )
-from commands.serve.protocol.schema import ChatRequest, CompletionRequest
+from commands.serve.protocol.schema import ChatRequest, CompletionRequest, StreamOptions
 from commands.serve.served import ServedModel
 from runtime.loop.serving import RequestHandle
 from runtime.text.parser import Said
@@ -41,6 +41,7 @@ class CompletionReply:
     ) -> None:
         self.answers, self.receipt_name = answers, receipt_name
         self._served, self._body, self._texts = served, body, texts
+        self._stream_options = body.stream_options or StreamOptions()
         self._num_prompts = len(answers) // (body.n or 1)
         self._shows_output = body.max_tokens != 0
         self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
@@ -64,10 +65,7 @@ class CompletionReply:
                 choice["text"] = echoed["text"] + choice["text"]
                 if (before := echoed["logprobs"]) is not None:
                     choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
-        return self._envelope(choices) | {
-            "usage": self._usage(),
-            "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len),
-        }
+        return self._envelope(choices) | self._counts()
 
     def chunks(self) -> Chunks:
         return Chunks(self._first, self._of_piece, self._last)
@@ -85,10 +83,7 @@ class CompletionReply:
         prompt_ids = {} if index in self._has_begun else self._prompt_ids(index)
         self._has_begun.add(index)
         chunk = self._envelope([self._choice(index, piece) | prompt_ids])
-        options = self._body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = self._usage()
-        yield chunk
+        yield chunk | ({"usage": self._usage()} if self._stream_options.continuous_usage_stats else {})
 
     def _echo_choice(self, index: int) -> dict[str, Any]:
         answer = self.answers[index]
@@ -96,12 +91,11 @@ class CompletionReply:
         return {"index": index, "text": self._echo(index), "logprobs": logprobs, "finish_reason": None}
 
     def _last(self) -> Iterator[dict[str, Any]]:
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield self._envelope([]) | {
-                "usage": self._usage(),
-                "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len),
-            }
+        if self._stream_options.include_usage:
+            yield self._envelope([]) | self._counts()
+
+    def _counts(self) -> dict[str, Any]:
+        return {"usage": self._usage(), "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len)}
 
     def _usage(self) -> dict[str, Any]:
         return usage(self.answers, self._num_prompts, counts_output=self._shows_output)
@@ -180,6 +174,7 @@ class ChatReply:
     ) -> None:
         self.answers, self.receipt_name = answers, receipt_name
         self._served, self._body, self._texts = served, body, texts
+        self._stream_options = body.stream_options or StreamOptions()
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._num_calls = [0] * len(answers)
         self._arguments = [""] * len(answers)
@@ -195,12 +190,7 @@ class ChatReply:
         for index, stream in enumerate(self.streams()):
             if piece := stream.next():
                 choices.append(self._choice(index, piece, "message", self._message(index, piece)))
-        envelope = self._envelope("chat.completion", choices)
-        return (
-            envelope
-            | self._prompt_ids()
-            | {"usage": self._usage(), "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len)}
-        )
+        return self._envelope("chat.completion", choices) | self._prompt_ids() | self._counts()
 
     def _prompt_ids(self) -> dict[str, Any]:
         """The prompt's ids, if the request asks for them; in a stream they are in the first chunk."""
@@ -251,10 +241,7 @@ class ChatReply:
         for i, delta in enumerate(deltas or [{}]):
             shown = first if i == 0 else piece.only_end(is_last=i == len(deltas) - 1)
             chunk = self._chunk([self._choice(index, shown, "delta", delta)])
-            options = self._body.stream_options
-            if options is not None and options.continuous_usage_stats:
-                chunk["usage"] = self._usage()
-            yield chunk
+            yield chunk | ({"usage": self._usage()} if self._stream_options.continuous_usage_stats else {})
 
     def _delta(self, index: int, said: Said) -> dict[str, Any] | None:
         match said.kind:
@@ -272,12 +259,11 @@ class ChatReply:
                 return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": said.text}}]}
 
     def _last(self) -> Iterator[dict[str, Any]]:
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield self._chunk([]) | {
-                "usage": self._usage(),
-                "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len),
-            }
+        if self._stream_options.include_usage:
+            yield self._chunk([]) | self._counts()
+
+    def _counts(self) -> dict[str, Any]:
+        return {"usage": self._usage(), "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len)}
 
     def _usage(self) -> dict[str, Any]:
         counts = usage(self.answers, 1)

@@ -6,7 +6,6 @@ asks for nothing (`REFUSED`).
 
 import math
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import NoneType
@@ -258,11 +257,11 @@ class Budgets(Lenient):
     def budgets(self) -> dict[str, int]:
         """The budgets for thinking that are given, by their paths in the body; -1 is no limit."""
         values = {name: getattr(self, name) for name in ("thinking_token_budget", *Budgets.model_fields)}
-        return {name: value for name, value in values.items() if value is not None} | self._nested_budgets
-
-    @property
-    def _nested_budgets(self) -> dict[str, int]:
-        return {}
+        given = {name: value for name, value in values.items() if value is not None}
+        for name in ("reasoning", "thinking"):
+            holder: Effort | Thinking | None = getattr(self, name, None)
+            given |= {} if holder is None else holder.budgets
+        return given
 
     @property
     def budget(self) -> int | None:
@@ -423,9 +422,9 @@ class Generation(Forms, Budgets, Described):
         return names | {kind: name for name, kind, _ in self.forms}
 
     @property
-    @abstractmethod
     def tells_of_tokens(self) -> bool:
         """True if an answer has facts about each token, and so may be long."""
+        return False
 
 
 def _of_one_kind(prompt: Any) -> Any:
@@ -618,10 +617,6 @@ class ChatRequest(Conversation, Generation, ChatFields):
         return self
 
     @property
-    def _nested_budgets(self) -> dict[str, int]:
-        return _in_objects(self.reasoning, self.thinking)
-
-    @property
     def field_names(self) -> dict[str, str]:
         of_calls = "tools" if self.callable_tools or not self.forms else self.forms[0][0]
         length = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
@@ -632,18 +627,14 @@ class ChatRequest(Conversation, Generation, ChatFields):
         return bool(self.logprobs or self.return_token_ids)
 
 
-def _in_objects(*objects: Effort | Thinking | None) -> dict[str, int]:
-    """Budgets for thinking inside these objects of a body."""
-    return {name: value for one in objects if one is not None for name, value in one.budgets.items()}
-
-
-def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
-
-
 class InputPart(Lenient):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
+
+
+def text_of(content: str | Sequence[TextPart | RefusalPart | InputPart] | None) -> str:
+    """The text of a message's content: the content itself, or the texts of its parts, joined."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 InputParts = list[InputPart | RefusalPart]
@@ -734,14 +725,6 @@ class ResponsesRequest(Generation, ResponsesFields):
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @property
-    def _nested_budgets(self) -> dict[str, int]:
-        return _in_objects(self.reasoning)
-
-    @property
-    def tells_of_tokens(self) -> bool:
-        return False
-
 
 class AnthropicBlock(Lenient):
     """A part of a message: `text`, `thinking`, `tool_use` or `tool_result`."""
@@ -825,14 +808,6 @@ class MessagesRequest(CountRequest, Forms, Budgets, MessagesFields):
     cache_salt: CacheSalt = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="`output_config.format` by its name before.")
-
-    @property
-    def _nested_budgets(self) -> dict[str, int]:
-        return _in_objects(self.thinking)
-
-    @property
-    def tells_of_tokens(self) -> bool:
-        return False
 
 
 class TokenizeRequest(Conversation):
@@ -963,10 +938,14 @@ def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
 
 
 def validate_chat(chat: dict[str, Any]) -> ChatRequest:
-    """Validate a chat request made from another protocol's body. Messages carry the `place` where the client wrote
-    them, for errors.
+    """Validate a chat request made from another protocol's body; fields that are None are left out. Messages carry the
+    `place` where the client wrote them, for errors.
     """
-    chat = {name: value for name, value in chat.items() if value is not None}
+    chat = {
+        name: value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, BaseModel) else value
+        for name, value in chat.items()
+        if value is not None
+    }
     places = [message["place"] for message in chat["messages"]]
     try:
         found = validate_body(chat, ChatRequest)
