@@ -33,6 +33,7 @@ from runtime.checkpoint.checksums import NOT_RECORDED
 from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.checkpoint.tokenizer import TOKENIZER_FILES, template_files
+from runtime.core.stats import sum_stats
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import AnswerDrafter
 from runtime.drafters.speculation import Speculation
@@ -263,14 +264,14 @@ def _failed(request: BatchRequest, error: HTTPError) -> Outcome:
 
 
 def _counts(answers: list[RequestHandle]) -> Counts:
-    all_stats = [answer.sequence.stats for answer in answers]
+    stats = sum_stats(answer.sequence.stats for answer in answers)
     return Counts(
         sum(len(answer.request.prompt_tokens) for answer in answers),
-        sum(stats.num_generated_tokens for stats in all_stats),
-        sum(stats.num_steps for stats in all_stats),
-        sum(stats.num_spec_steps for stats in all_stats),
-        sum(stats.num_draft_tokens for stats in all_stats),
-        sum(stats.num_accepted_draft_tokens for stats in all_stats),
+        stats.num_generated_tokens,
+        stats.num_steps,
+        stats.num_spec_steps,
+        stats.num_draft_tokens,
+        stats.num_accepted_draft_tokens,
     )
 
 

@@ -322,20 +322,14 @@ def connected(address: str) -> Iterator[None]:
 
 def _connect(address: str) -> None:
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=_dashboard(address))
+        has_dashboard = False if address == "local" else None  # for a cluster that runs Ray refuses the option
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=has_dashboard)
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SpecDecError(
             f"no Ray cluster could be reached ({first_line}): {address}",
             hint="`local` starts one here; `ray status` says whether there is one",
         ) from None
-
-
-def _dashboard(address: str) -> bool | None:
-    """Value of Ray's option for its dashboard: False for a cluster that Ray starts; None for others, with which Ray
-    refuses it.
-    """
-    return False if address == "local" else None
 
 
 def _equal_share(num_workers: int) -> int:

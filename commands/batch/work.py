@@ -163,7 +163,7 @@ def run_batch(
     input_file: Path,
     output_file: Path,
     job: str,
-    open_crew: Callable[[int], AbstractContextManager[Crew[BatchRequest, Outcome]]],
+    open_crew: OpenCrew,
     output: Output,
 ) -> Report:
     """Answer the requests that have no result yet. `open_crew` is called with their number, unless there are none.
@@ -185,7 +185,12 @@ def run_batch(
             num_done = f"{results.num_done:,} of {report.num_requests:,}"
             output.warning(f"interrupted: {num_done} requests are done, and the same command goes on")
             raise
-        _finish(results)
+        if results.missing:  # a mistake in this program, which must not become a file that looks whole
+            raise SpecDecError(
+                f"requests have no result: {len(results.missing)}",
+                hint="run the command again: it answers the requests that have no result",
+            )
+        results.finish()
     return report
 
 
@@ -213,19 +218,6 @@ def _answer(
         report.num_failed = results.num_failed
         report.workers[outcome.worker] += 1
         report.wall_s = time.perf_counter() - start
-        advance(1, _said(report))
-
-
-def _finish(results: Results) -> None:
-    if results.missing:  # a mistake in this program, which must not become a file that looks whole
-        raise SpecDecError(
-            f"requests have no result: {len(results.missing)}",
-            hint="run the command again: it answers the requests that have no result",
-        )
-    results.finish()
-
-
-def _said(report: Report) -> str:
-    said = f"{number(report.tokens_per_second, 0)} tokens/s"
-    rate = report.acceptance_rate
-    return said if rate is None else f"{said}, {percent(rate)} accepted"
+        rate = report.acceptance_rate
+        accepted = "" if rate is None else f", {percent(rate)} accepted"
+        advance(1, f"{number(report.tokens_per_second, 0)} tokens/s{accepted}")

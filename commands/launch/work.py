@@ -109,7 +109,7 @@ def run(tool: Tool, launch: Launch, print_only: bool) -> int:
             stderr().print(f"specdec serve {visible(shlex.join(arguments))}", soft_wrap=True)
             environment = os.environ | ({KEY_VARIABLE: ",".join(launch.keys)} if launch.keys else {})
             served = stack.enter_context(started(arguments, environment, launch.key))
-        connection = _connection(served, launch)
+        connection = Connection(served.url, served.names[0], launch.key, served.context)
         _warn_of_short_context(tool, served)
         for line in _settings(tool, connection):
             stderr().print(visible(line), soft_wrap=True)
@@ -146,22 +146,15 @@ def _warn_of_short_context(tool: Tool, served: Served) -> None:
         )
 
 
-def _connection(served: Served, launch: Launch) -> Connection:
-    return Connection(served.url, served.names[0], launch.key, served.context)
-
-
 def _settings(tool: Tool, connection: Connection) -> Iterator[str]:
     """The agent's settings in a form to type: lines for a shell, and lines for its config file."""
     for name, value in tool.environment(connection).items():
-        yield f"export {name}={f'${KEY_VARIABLE}' if value and value == _secret(connection) else shlex.quote(value)}"
+        is_secret = connection.has_key and value == connection.key
+        yield f"export {name}={f'${KEY_VARIABLE}' if is_secret else shlex.quote(value)}"
     if tool.file is not None:
         yield f"# in {tool.file.path()}:"
         for line in shown(tool.file, connection).rstrip("\n").splitlines():
             yield line.replace(connection.key, f"${KEY_VARIABLE}") if connection.has_key else line
-
-
-def _secret(connection: Connection) -> str | None:
-    return connection.key if connection.has_key else None
 
 
 def _print(tool: Tool, launch: Launch) -> None:
@@ -176,7 +169,7 @@ def _print(tool: Tool, launch: Launch) -> None:
         context = next(_values(arguments, "max-seq-len"), None) or launch.settings.get("max-seq-len", "4096")
         served = Served(launch.url, (name,), int(context))
     _warn_of_short_context(tool, served)
-    for line in _settings(tool, _connection(served, launch)):
+    for line in _settings(tool, Connection(served.url, served.names[0], launch.key, served.context)):
         print(visible(line))
     print(shlex.join([tool.executable, *launch.arguments]))
 

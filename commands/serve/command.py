@@ -45,12 +45,12 @@ def serve(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, serve
 
         from commands.options.sessions import open_setup_of_models
         from commands.serve.http.server import Address, listen
-        from commands.serve.work import Serving, serve_setup
+        from commands.serve.work import serve_setup
 
         with listen(Address(server.host, server.port)) as bound, open_setup_of_models(choice, Output()) as setup:
             address = Address(server.host, bound.getsockname()[1], has_tls=server.ssl_certfile is not None)
             names = tuple(server.served_model_name or [choice.model_name])
-            serve_setup(setup, bound, Serving(address, names, server))
+            serve_setup(setup, bound, address, names, server)
 
 
 @contextmanager

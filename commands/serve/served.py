@@ -85,10 +85,6 @@ class ServedModel:
         }
 
     @property
-    def max_sequences(self) -> int:
-        return self.loop.capacity
-
-    @property
     def template_text(self) -> str:
         """The text of the model's chat template; empty if the model has no chat template."""
         return self.llm.chat_template.text if self.has_chat_template else ""
@@ -132,15 +128,15 @@ class ServedModel:
     def tokenizer_info(self) -> dict[str, Any]:
         """Special tokens by name, the tokenizer's class, the chat template, and the sizes of vocabulary and context."""
         path = self.llm.tokenizer_dir / "tokenizer_config.json"
-        if is_gguf(self.llm.tokenizer_dir):
-            config = _config_of(self.tokenizer)
+        if is_gguf(self.llm.tokenizer_dir):  # the config that transformers would save for the special tokens
+            tokenizer: Any = self.tokenizer
+            config = {**tokenizer.special_tokens_map, "tokenizer_class": type(tokenizer).__name__}
         else:
             config = read_json(path) if path.is_file() else {}
         found = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        template = self.llm.chat_template.source if self.has_chat_template else None
         return found | {
             "tokenizer_class": config.get("tokenizer_class"),
-            "chat_template": template,
+            "chat_template": self.llm.chat_template.source if self.has_chat_template else None,
             "vocab_size": self.llm.bundle.config.vocab_size,
             "model_max_length": self.max_model_len,
         }
@@ -183,11 +179,6 @@ class ServedModel:
         longest = self.llm.engine.max_draft_len
         if draft_len > longest:
             raise HTTPError(400, f"the engine takes drafts of at most {longest} tokens: {draft_len}", param=param)
-
-
-def _config_of(tokenizer: Any) -> dict[str, Any]:
-    """The config that transformers would save for a tokenizer's special tokens."""
-    return {**tokenizer.special_tokens_map, "tokenizer_class": type(tokenizer).__name__}
 
 
 def _content(token: Any) -> str | None:

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -115,20 +114,12 @@ def _key_of(headers: dict[bytes, bytes]) -> bytes:
     return given.strip()
 
 
-@dataclass(frozen=True)
-class Serving:
-    """Settings of serving."""
-
-    address: Address
-    names: tuple[str, ...]
-    options: ServerOptions
-
-
-def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
+def serve_setup(
+    setup: Setup, bound: socket.socket, address: Address, names: tuple[str, ...], options: ServerOptions
+) -> None:
     """Serve until a signal ends the server. SpecDecError if the model cannot be served, or if its engine ends."""
-    options, address = serving.options, serving.address
     clock = Clock()
-    served = open_served(setup.llm, setup.session, clock, serving.names, options)
+    served = open_served(setup.llm, setup.session, clock, names, options)
     if options.warm is not None:
         note(warm(served, options.warm, [] if options.api_key is None else split_keys(options.api_key)))
     app = guarded_app(served, clock, options, is_of_this_machine=address.is_of_this_machine)
@@ -158,6 +149,11 @@ def open_served(
     """The model with a loop that is not started yet; SpecDecError if it cannot be served."""
     check_can_serve(llm)
     has_chat_template = prepare_chat(llm)
+    llm.reasoning_parser = options.reasoning_parser
+    defaults: dict[str, Any] = dict(llm.model_defaults.sampling)
+    if options.thinking_token_budget is not None:
+        llm.thinking  # noqa: B018  # or why there is none
+        defaults["thinking_token_budget"] = options.thinking_token_budget
     with suppress(SpecDecError):  # a request with a grammar gets the error
         llm.grammars.prepare()
     llm.fingerprint  # noqa: B018  # it is kept: every answer has it
@@ -172,7 +168,7 @@ def open_served(
         names,
         int(time.time()),
         has_chat_template,
-        llm.model_defaults.sampling | _own_defaults(llm, options),
+        defaults,
         options.tool_call_parser,
         options.reasoning_parser,
         options.refuse_special_tokens,
@@ -182,15 +178,6 @@ def open_served(
     for name, path in options.corpora.items():
         served.corpora.open(name, path, served.tokenizer)
     return served
-
-
-def _own_defaults(llm: LLM, options: ServerOptions) -> dict[str, Any]:
-    """Defaults for requests from the server's flags; SpecDecError for a thinking budget if the model does not think."""
-    llm.reasoning_parser = options.reasoning_parser
-    if options.thinking_token_budget is None:
-        return {}
-    llm.thinking  # noqa: B018  # or why there is none
-    return {"thinking_token_budget": options.thinking_token_budget}
 
 
 def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions, *, is_of_this_machine: bool = False) -> Any:

@@ -83,21 +83,24 @@ _ANTHROPIC_ERROR = {
 }
 
 
-def _anthropic_content() -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": "#/components/schemas/AnthropicError"}}}
-
-
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """OpenAPI description of the error responses with these statuses."""
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
+    return {status: {"description": _STATUSES[status], "content": _json_of("Error")} for status in statuses}
 
 
 def answers(model: type[Any]) -> dict[int | str, dict[str, Any]]:
     """OpenAPI description of the response of a route that generates: a document, or a stream of events."""
-    whole = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
-    content = {"application/json": whole, "text/event-stream": {"schema": _TEXT}}
+    content = _json_of(model.__name__) | {"text/event-stream": {"schema": _TEXT}}
     return {200: {"description": "the answer, whole or in a stream", "content": content}}
+
+
+def body_of(model: type[Any]) -> dict[str, Any]:
+    """OpenAPI description of a body that the route parses by hand."""
+    return {"requestBody": {"required": True, "content": _json_of(model.__name__)}}
+
+
+def _json_of(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
         for operation in methods.values() if path.startswith(ANTHROPIC_PATH) else ():
             for status, response in operation["responses"].items():
                 if int(status) >= 400:
-                    response["content"] = _anthropic_content()
+                    response["content"] = _json_of("AnthropicError")
     for operation in (operation for methods in schema["paths"].values() for operation in methods.values()):
         operation["responses"].pop("422", None)  # FastAPI's own form of errors, which is never sent
         # A server without a key asks for none.

@@ -22,7 +22,7 @@ from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.http.bodies import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
 from commands.serve.http.clients import client_of, corpus_owners, salted
 from commands.serve.http.errors import FieldNames, HTTPError, fields_named, internal_error
-from commands.serve.http.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
+from commands.serve.http.openapi import ServerMetrics, answers, body_of, errors, openapi_schema, page_response
 from commands.serve.http.other_routes import what_is_there
 from commands.serve.http.request_log import note_answers, note_error, note_model
 from commands.serve.protocol.answers import (
@@ -453,11 +453,7 @@ def _answered(model: type[Any], answer: type[Any]) -> dict[str, Any]:
 
 def _body(model: type[Any]) -> dict[str, Any]:
     """OpenAPI description of a route whose body is parsed by hand."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {
-        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
-        "responses": errors(400, 404, 408, 413),
-    }
+    return {"openapi_extra": body_of(model), "responses": errors(400, 404, 408, 413)}
 
 
 async def _on_error(request: Request, error: Any) -> Response:

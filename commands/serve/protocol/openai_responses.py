@@ -333,11 +333,7 @@ class ResponsesReply:
 
     def _envelope(self, status: str) -> dict[str, Any]:
         body, tools = self._body, [tool for tool in self._body.tools or () if tool.get("type") == "function"]
-        form = (
-            {"type": "text"}
-            if body.text is None or body.text.format is None
-            else body.text.format.model_dump(by_alias=True)
-        )
+        form = None if body.text is None else body.text.format
         return {
             "id": self._id,
             "object": "response",
@@ -355,7 +351,7 @@ class ResponsesReply:
             "reasoning": {"effort": None, "summary": None} if body.reasoning is None else body.reasoning.model_dump(),
             "store": body.store is not False,
             "temperature": body.temperature,
-            "text": {"format": form},
+            "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
             "tool_choice": body.tool_choice or "auto",
             "tools": [{"parameters": None, "strict": False, **tool} for tool in tools],
             "top_p": body.top_p,
