@@ -47,6 +47,11 @@ from runtime.util.errors import SpecDecError, UsageError
 _MAX_QUEUE_LEN = 1 << 14
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 _OF_STREAMS = ("stream", "return_token_kinds")
+_ROUTES: dict[str, tuple[Any, Any, Any]] = {
+    "/v1/completions": (CompletionRequest, ask_completion, CompletionReply),
+    "/v1/chat/completions": (ChatRequest, ask_chat, ChatReply),
+}
+"""By path: the class of the body, the function that makes requests from it, and the class that writes the answer."""
 
 
 @dataclass(frozen=True)
@@ -169,26 +174,23 @@ class BatchModel:
             return NotAnswered(pending.request.id, error.message)
         if error is not None:
             return _failed(pending.request, FieldNames(pending.body.field_names).told(error))
-        reply = self._reply(pending).document()
-        reply |= {"id": f"{reply['id'].partition('-')[0]}-{pending.request.id.rpartition('_')[2]}", "created": 0}
+        request = pending.request
+        write = _ROUTES[request.url][2](self._served, pending.body, pending.answers, self._texts, request.custom_id)
+        reply = write.document()
+        reply |= {"id": f"{reply['id'].partition('-')[0]}-{request.id.rpartition('_')[2]}", "created": 0}
         reply["usage"] = {name: reply["usage"][name] for name in _USAGE}
         del reply["metrics"], reply["system_fingerprint"]  # they differ from machine to machine; receipts may name it
-        line = result_line(pending.request, 200, reply, None)
-        return Outcome(pending.request.id, line, _counts(pending.answers))
+        return Outcome(request.id, result_line(request, 200, reply, None), _counts(pending.answers))
 
     def _ask(self, request: BatchRequest) -> tuple[Generation, list[ServeRequest]]:
         if request.method != "POST":
             raise HTTPError(405, f"{request.method} {request.url}: Method Not Allowed")
-        if request.url == "/v1/completions":
-            completion = self._completed(validate_body(request.body, CompletionRequest), request)
-            with fields_named(FieldNames(completion.field_names)):
-                return completion, ask_completion(self._served, completion)
-        if request.url == "/v1/chat/completions":
-            chat = self._completed(validate_body(request.body, ChatRequest), request)
-            with fields_named(FieldNames(chat.field_names)):
-                return chat, ask_chat(self._served, chat)
-        what = f"{request.method} {request.url[:200]}: Not Found; a batch has /v1/completions and /v1/chat/completions"
-        raise HTTPError(404, what)
+        if request.url not in _ROUTES:
+            raise HTTPError(404, f"POST {request.url[:200]}: Not Found; a batch has {' and '.join(_ROUTES)}")
+        model, ask, _ = _ROUTES[request.url]
+        body = self._completed(validate_body(request.body, model), request)
+        with fields_named(FieldNames(body.field_names)):
+            return body, ask(self._served, body)
 
     def _completed(self, body: Any, request: BatchRequest) -> Any:
         """The body, with the number of tokens and the seed filled in if the client left them out."""
@@ -204,13 +206,6 @@ class BatchModel:
         if self._with_receipts:
             changes["receipt"] = True
         return body.model_copy(update=changes)
-
-    def _reply(self, pending: Pending) -> CompletionReply | ChatReply:
-        name = pending.request.custom_id
-        if isinstance(pending.body, CompletionRequest):
-            return CompletionReply(self._served, pending.body, pending.answers, self._texts, name)
-        assert isinstance(pending.body, ChatRequest)
-        return ChatReply(self._served, pending.body, pending.answers, self._texts, name)
 
 
 class OwnCrew:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from commands.serve.protocol.conversations import reader_of
@@ -46,7 +47,6 @@ class CompletionReply:
         self._shows_output = body.max_tokens != 0
         self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self._echoed: dict[int, str] = {}
-        self._has_echoed: set[int] = set()
         self._has_begun: set[int] = set()
 
     def streams(self) -> list[PieceStream]:
@@ -77,11 +77,11 @@ class CompletionReply:
         yield from ()
 
     def _of_piece(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        if self._body.echo and index not in self._has_echoed:
-            self._has_echoed.add(index)
-            yield self._envelope([self._echo_choice(index)])
-        prompt_ids = {} if index in self._has_begun else self._prompt_ids(index)
+        is_first = index not in self._has_begun
         self._has_begun.add(index)
+        if is_first and self._body.echo:
+            yield self._envelope([self._echo_choice(index)])
+        prompt_ids = self._prompt_ids(index) if is_first else {}
         chunk = self._envelope([self._choice(index, piece) | prompt_ids])
         yield chunk | ({"usage": self._usage()} if self._stream_options.continuous_usage_stats else {})
 
@@ -206,7 +206,7 @@ class ChatReply:
         self._num_thought += piece.num_thought
         for kind, text in piece.said:
             if kind == "call":
-                calls.append(self._call(index, text) | {"function": {"name": text, "arguments": ""}})
+                calls.append(self._call(index, text))
             elif kind == "arguments":
                 calls[-1]["function"]["arguments"] += text
                 self._arguments[index] += text
@@ -221,11 +221,12 @@ class ChatReply:
         return message
 
     def _call(self, index: int, name: str) -> dict[str, Any]:
-        """A new call of an answer, with its number, id and name."""
+        """A new call of an answer, without arguments yet."""
         number = self._num_calls[index]
         self._num_calls[index] += 1
         self._arguments[index] = ""
-        return {"id": call_id(self.answers[index], number), "type": "function"}
+        function = {"name": name, "arguments": ""}
+        return {"id": call_id(self.answers[index], number), "type": "function", "function": function}
 
     def _first(self, index: int) -> Iterator[dict[str, Any]]:
         """First chunk, with the role."""
@@ -237,9 +238,10 @@ class ChatReply:
         self._num_thought += piece.num_thought
         deltas = [delta for said in piece.said if (delta := self._delta(index, said)) is not None]
         # Log-probabilities and kinds of tokens come with the first chunk, the reason of the end with the last.
-        first = piece if len(deltas) < 2 else piece.without_end()
         for i, delta in enumerate(deltas or [{}]):
-            shown = first if i == 0 else piece.only_end(is_last=i == len(deltas) - 1)
+            shown = replace(piece, is_last=piece.is_last and i >= len(deltas) - 1)
+            if i > 0:
+                shown = replace(shown, logprobs=[], tokens=[], token_ids=[])
             chunk = self._chunk([self._choice(index, shown, "delta", delta)])
             yield chunk | ({"usage": self._usage()} if self._stream_options.continuous_usage_stats else {})
 
@@ -251,9 +253,7 @@ class ChatReply:
                 self._reasoning[index] += said.text
                 return None if self._body.include_reasoning is False else {"reasoning_content": said.text}
             case "call":
-                number = self._num_calls[index]
-                call = {"index": number, **self._call(index, said.text)}
-                return {"tool_calls": [call | {"function": {"name": said.text, "arguments": ""}}]}
+                return {"tool_calls": [{"index": self._num_calls[index], **self._call(index, said.text)}]}
             case "arguments":
                 self._arguments[index] += said.text
                 return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": said.text}}]}
