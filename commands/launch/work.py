@@ -30,7 +30,7 @@ class Launch:
     flags: Sequence[str]
     arguments: Sequence[str]
     settings: Mapping[str, str]
-    check: Callable[[list[str]], None]
+    check: Callable[[list[str]], object]
     """Raises for arguments that `specdec serve` refuses."""
 
     @property

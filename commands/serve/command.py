@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
-from commands.options.engine_choice import EngineOptions, KVDiskOptions
+from commands.options.engine_choice import EngineChoice, EngineOptions, KVDiskOptions
 from commands.options.expand import expand_groups
 from commands.options.shared import MaxNumTokens
 from commands.output.output import Output
@@ -32,16 +32,8 @@ def serve(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, serve
     Only this machine can reach the server unless `--host` opens it. `/` is a page to try the model, `/metrics` has
     metrics.
     """
-    engine = engine.named()
-    server.check()
-    _check_packages()
-    engine.check_is_leader("a server")
     with _kept_for_good():
-        choice = engine.choose(
-            SamplingParams(), inputs.max_num_tokens, "leader", requests_draft=True, answers_many=True
-        )
-        choice = choice.with_disk(disk).with_pools(engine.speculation)
-        choice.check_tokenizer()
+        choice = choose(engine, disk, inputs, server)
 
         from commands.options.sessions import open_setup_of_models
         from commands.serve.http.server import Address, listen
@@ -51,6 +43,20 @@ def serve(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, serve
             address = Address(server.host, bound.getsockname()[1], has_tls=server.ssl_certfile is not None)
             names = tuple(server.served_model_name or [choice.model_name])
             serve_setup(setup, bound, address, names, server)
+
+
+def choose(engine: EngineOptions, disk: KVDiskOptions, inputs: ServeInputs, server: ServerOptions) -> EngineChoice:
+    """Check all flags, without torch; returns the engine to open. SpecDecError for flags that do not fit together, a
+    package that is not installed, or a model, an engine or another file that cannot be opened.
+    """
+    engine = engine.named()
+    server.check()
+    _check_packages()
+    engine.check_is_leader("a server")
+    choice = engine.choose(SamplingParams(), inputs.max_num_tokens, "leader", requests_draft=True, answers_many=True)
+    choice = choice.with_disk(disk).with_pools(engine.speculation)
+    choice.check_tokenizer()
+    return choice
 
 
 @contextmanager
