@@ -162,15 +162,6 @@ _START = b'{"id":"batch_req_'
 
 
 @dataclass(frozen=True)
-class _Result:
-    """The fields of a line of results that are read back."""
-
-    id: str
-    custom_id: str
-    is_error: bool
-
-
-@dataclass(frozen=True)
 class _Line:
     """Position of a result in its file."""
 
@@ -269,17 +260,17 @@ class Results:
                     if number == 1 and not _is_torn(line):
                         raise _not_ours(path, "line 1 is no result of a batch")
                     break
-                self._check(result, number, path)
-                self._lines.setdefault(result.id, _Line(path, start, len(line), result.is_error))
+                request_id, custom_id, is_error = result
+                self._check(request_id, custom_id, f"line {number} answers {shown(custom_id)}", path)
+                self._lines.setdefault(request_id, _Line(path, start, len(line), is_error))
                 start += len(line)
         return start
 
-    def _check(self, result: _Result, number: int, path: Path) -> None:
-        answers = f"line {number} answers {shown(result.custom_id)}"
-        wanted = self._ids.get(result.custom_id)
+    def _check(self, request_id: str, custom_id: str, answers: str, path: Path) -> None:
+        wanted = self._ids.get(custom_id)
         if wanted is None:
             raise _not_ours(path, f"{answers}, which is not among the requests")
-        if wanted != result.id:
+        if wanted != request_id:
             raise _not_ours(path, f"{answers}, asked otherwise or of another model")
 
 
@@ -337,16 +328,18 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
                     return
 
 
-def _result_of(line: bytes) -> _Result | None:
-    """The result on a complete line; None for a torn line, or a line with other content."""
+def _result_of(line: bytes) -> tuple[str, str, bool] | None:
+    """The result on a complete line: its id, its `custom_id`, and True for an error. None for a torn line, or a line
+    with other content.
+    """
     if not line.endswith(b"\n"):
         return None
     try:
         row = json.loads(line)
-        found = _Result(row["id"], row["custom_id"], is_error=row.get("error") is not None)
+        request_id, custom_id, is_error = row["id"], row["custom_id"], row.get("error") is not None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return found if isinstance(found.id, str) and isinstance(found.custom_id, str) else None
+    return (request_id, custom_id, is_error) if isinstance(request_id, str) and isinstance(custom_id, str) else None
 
 
 def _is_torn(line: bytes) -> bool:

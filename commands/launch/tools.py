@@ -50,10 +50,6 @@ class File:
     keys: Callable[[Connection], dict[str, Any]]
 
 
-def _nothing(server: Connection) -> dict[str, str]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Tool:
     """An agent. `prompt_len` is the rough number of tokens of its first prompt, most of which describe its tools."""
@@ -63,7 +59,7 @@ class Tool:
     executable: str
     install: str
     prompt_len: int
-    environment: Callable[[Connection], dict[str, str]] = _nothing
+    environment: Callable[[Connection], dict[str, str]] = lambda server: {}
     file: File | None = None
 
 

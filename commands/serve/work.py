@@ -23,7 +23,7 @@ from commands.serve.http.clients import with_key
 from commands.serve.http.errors import HTTPError
 from commands.serve.http.request_log import RequestLog
 from commands.serve.http.routes import make_app
-from commands.serve.http.server import Address, Certificate, errors_logged, serve
+from commands.serve.http.server import Address, errors_logged, serve
 from commands.serve.http.unread import ReadsBodies
 from commands.serve.receipts import OnProgress, logging_receipts
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
@@ -137,8 +137,7 @@ def serve_setup(
     gc.enable()
     try:
         with errors_logged():
-            tls = Certificate(options.ssl_certfile, options.ssl_keyfile) if options.ssl_certfile is not None else None
-            serve(app, served.loop, bound, options.shutdown_timeout, say_where, tls)
+            serve(app, served.loop, bound, options, say_where)
     finally:
         served.loop.stop(0)  # before the engine is closed, also if uvicorn did not wait for the loop
 

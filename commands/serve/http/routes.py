@@ -64,8 +64,8 @@ _READ_TIMEOUT_S = 30
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Lenient)
-G = TypeVar("G", bound=Generation)
-L = TypeVar("L", ResponsesRequest, MessagesRequest)
+A = TypeVar("A", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
+G = TypeVar("G", CompletionRequest, ChatRequest)
 
 
 @dataclass(frozen=True)
@@ -91,46 +91,31 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self.worker, parse_and_work)
 
     async def ask(
-        self, request: Request, model: type[G], ask: Callable[[ServedModel, G], list[ServeRequest]]
-    ) -> tuple[G, Group]:
-        """Parse the body and submit its requests; returns both."""
+        self,
+        request: Request,
+        model: type[A],
+        ask: Callable[[ServedModel, G], list[ServeRequest]],
+        translate: Callable[[A], G],
+    ) -> tuple[A, G, Group]:
+        """Parse the body, translate it to a completion or chat request, and submit the requests that `ask` makes of it;
+        returns body, translation and answers.
+        """
 
-        def prepare(body: G) -> tuple[G, list[ServeRequest], FieldNames]:
-            body._corpus_owners = corpus_owners(request.scope, body.cache_salt)
-            self._check_name(request, body.model)
-            names = FieldNames(body.field_names)
-            with fields_named(names):
-                return body, ask(self.served, body), names
-
-        body, asked, names = await self.read(request, model, prepare)
-        return body, self._submit(request, body, asked, names)
-
-    async def ask_as_chat(
-        self, request: Request, model: type[L], translate: Callable[[L], ChatRequest]
-    ) -> tuple[L, ChatRequest, Group]:
-        """`ask` for another protocol: returns the body and the equivalent chat request too."""
-
-        def prepare(body: L) -> tuple[L, ChatRequest, list[ServeRequest], FieldNames]:
-            self._check_name(request, body.model)
+        def prepare(body: A) -> tuple[A, G, list[ServeRequest], FieldNames]:
+            note_model(request.scope, body.model or self.served.name)
+            self.served.check_name(body.model)
             with fields_named(FieldNames({}, body.CHAT_FIELDS)):
-                chat = translate(body)
-            chat._corpus_owners = corpus_owners(request.scope, chat.cache_salt)
-            names = FieldNames(chat.field_names, body.CHAT_FIELDS)
+                generation = translate(body)
+            generation._corpus_owners = corpus_owners(request.scope, generation.cache_salt)
+            names = FieldNames(generation.field_names, body.CHAT_FIELDS)
             with fields_named(names):
-                return body, chat, ask_chat(self.served, chat), names
+                return body, generation, ask(self.served, generation), names
 
-        body, chat, asked, names = await self.read(request, model, prepare)
-        return body, chat, self._submit(request, chat, asked, names)
-
-    def _check_name(self, request: Request, name: str | None) -> None:
-        note_model(request.scope, name or self.served.name)
-        self.served.check_name(name)
-
-    def _submit(self, request: Request, body: Generation, asked: list[ServeRequest], names: FieldNames) -> Group:
-        asked = salted(asked, request.scope, body.cache_salt)
-        group = submit(self.served.loop, asked, client_of(request.scope, body.user), names)
-        note_answers(request.scope, group.answers, body.n or 1)
-        return group
+        body, generation, asked, names = await self.read(request, model, prepare)
+        asked = salted(asked, request.scope, generation.cache_salt)
+        group = submit(self.served.loop, asked, client_of(request.scope, generation.user), names)
+        note_answers(request.scope, group.answers, generation.n or 1)
+        return body, generation, group
 
     async def reply(self, request: Request, body: Generation, group: Group, reply: Any) -> Response:
         waiting = Waiting(self.served.loop, request.receive, self.request_timeout_s, self.writer)
@@ -177,21 +162,24 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
     return app
 
 
+def _as_it_is(body: G) -> G:
+    return body
+
+
 def _generation_routes(server: Server) -> APIRouter:
     router = APIRouter(responses=_REFUSED)
 
     @router.post("/v1/completions", **_answered(CompletionRequest, CompletionAnswer))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
-        body, group = await server.ask(request, CompletionRequest, ask_completion)
-        return await server.reply(
-            request, body, group, CompletionReply(server.served, body, group.answers, server.texts)
-        )
+        _, body, group = await server.ask(request, CompletionRequest, ask_completion, _as_it_is)
+        writer = CompletionReply(server.served, body, group.answers, server.texts)
+        return await server.reply(request, body, group, writer)
 
     @router.post("/v1/chat/completions", **_answered(ChatRequest, ChatAnswer))
     async def chat_completions(request: Request) -> Response:
         """Generate the assistant's next message."""
-        body, group = await server.ask(request, ChatRequest, ask_chat)
+        _, body, group = await server.ask(request, ChatRequest, ask_chat, _as_it_is)
         return await server.reply(request, body, group, ChatReply(server.served, body, group.answers, server.texts))
 
     @router.post("/v1/embeddings", include_in_schema=False)
@@ -217,7 +205,7 @@ def _responses_routes(server: Server) -> APIRouter:
         def keep(document: dict[str, Any], said: list[dict[str, Any]]) -> None:
             store.add(document, [*before, *said])
 
-        body, chat, group = await server.ask_as_chat(request, ResponsesRequest, translate)
+        body, chat, group = await server.ask(request, ResponsesRequest, ask_chat, translate)
         return await server.reply(request, chat, group, ResponsesReply(server.served, body, chat, group.answers, keep))
 
     @router.get("/v1/responses/{response_id}", responses=errors(404), response_model=ResponseAnswer)
@@ -241,7 +229,7 @@ def _messages_routes(server: Server) -> APIRouter:
     async def messages(request: Request) -> Response:
         """Generate the next message of Anthropic's Messages."""
         translate = partial(chat_of_messages, server.served)
-        body, chat, group = await server.ask_as_chat(request, MessagesRequest, translate)
+        body, chat, group = await server.ask(request, MessagesRequest, ask_chat, translate)
         return await server.reply(request, chat, group, MessagesReply(server.served, body, chat, group.answers))
 
     @router.post("/v1/messages/count_tokens", **_body(CountRequest))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,6 +25,7 @@ from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from commands.output.output import stderr
+from commands.serve.flags import ServerOptions
 from commands.serve.http.bodies import Group, unfinished_groups
 from commands.serve.http.errors import HTTPError, as_http_error
 from commands.serve.http.framing import StrictConnection
@@ -305,21 +305,8 @@ class _EndTold:
             raise
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """The files with which the server speaks HTTPS: its certificate and the private key."""
-
-    certificate: Path
-    key: Path | None
-
-
 def serve(
-    app: Any,
-    loop: ServingLoop,
-    bound: socket.socket,
-    shutdown_timeout_s: float,
-    on_ready: Callable[[], None],
-    certificate: Certificate | None = None,
+    app: Any, loop: ServingLoop, bound: socket.socket, options: ServerOptions, on_ready: Callable[[], None]
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; after a second signal, running requests are ended. `on_ready` is called when
     connections are accepted. SpecDecError when the engine has ended.
@@ -336,10 +323,10 @@ def serve(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_SENDING_S,
         server_header=False,
-        ssl_certfile=None if certificate is None else certificate.certificate,
-        ssl_keyfile=None if certificate is None else certificate.key,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
     )
-    server = _Server(config, loop, shutdown_timeout_s, on_ready)
+    server = _Server(config, loop, options.shutdown_timeout, on_ready)
     server.run(sockets=[bound])
     for signal_number in (signal.SIGINT, signal.SIGTERM):  # the server has ended, and further signals change nothing
         signal.signal(signal_number, signal.SIG_IGN)

@@ -66,6 +66,9 @@ class Lenient(BaseModel):
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
 
+    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {}
+    """The body's names, by patterns of names in a chat request that is made from the body."""
+
 
 class StreamOptions(Lenient):
     include_usage: bool | None = None
@@ -704,7 +707,7 @@ class ResponsesRequest(Generation, ResponsesFields):
 
     PROTOCOL = "responses"
 
-    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
+    CHAT_FIELDS = {
         r"max_(completion_)?tokens": "max_output_tokens",
         "response_format": "text.format",
         r"tools\.(\d+)\.function": r"tools.\1",
@@ -773,7 +776,7 @@ class OutputConfig(Lenient):
 class CountRequest(Lenient):
     """Anthropic's request to count the tokens of a message's prompt."""
 
-    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
+    CHAT_FIELDS = {
         "response_format": "output_config.format",
         r"tools\.(\d+)\.function\.parameters": r"tools.\1.input_schema",
         r"tools\.(\d+)\.function": r"tools.\1",
