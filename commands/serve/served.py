@@ -157,12 +157,8 @@ class ServedModel:
     def check_text_len(self, num_characters: int, param: str) -> None:
         """HTTPError for a text with more characters than any prompt that fits; it runs before the text is tokenized."""
         if num_characters > self.max_text_len:
-            raise HTTPError(
-                400,
-                f"the text is longer than {self.max_model_len} tokens can be: {num_characters} characters",
-                param=param,
-                code="context_length_exceeded",
-            )
+            what = f"the text is longer than {self.max_model_len} tokens can be: {num_characters} characters"
+            raise HTTPError(400, what, param=param, code="context_length_exceeded")
 
     def check_has_no_special_token(self, texts: Any, param: str) -> None:
         """HTTPError for a special token in a text; texts inside lists and objects are checked too."""

@@ -71,7 +71,8 @@ class BoundedProtocol(H11Protocol):
         self._is_refused = True
         self.transport = transport
         BoundedProtocol.num_refused += 1
-        transport.write(_refusal())
+        message = f"more than {MAX_CONNECTIONS} connections are open"
+        transport.write(_response(HTTPError(503, message, code="too_many_connections")))
         if BoundedProtocol.num_refused > _MAX_REFUSED:  # or the process would have no files left
             transport.close()
         else:
@@ -144,11 +145,6 @@ class _Deadline:
         transport = self._protocol.transport
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
-
-
-def _refusal() -> bytes:
-    message = f"more than {MAX_CONNECTIONS} connections are open"
-    return _response(HTTPError(503, message, code="too_many_connections"))
 
 
 def _response(error: HTTPError) -> bytes:

@@ -119,11 +119,8 @@ def _gave(block: AnthropicBlock) -> dict[str, Any]:
 
 
 def _call(block: AnthropicBlock) -> dict[str, Any]:
-    return {
-        "id": block.id,
-        "type": "function",
-        "function": {"name": block.name, "arguments": json.dumps(block.input or {})},
-    }
+    function = {"name": block.name, "arguments": json.dumps(block.input or {})}
+    return {"id": block.id, "type": "function", "function": function}
 
 
 class MessagesReply:

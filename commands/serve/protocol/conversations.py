@@ -59,13 +59,11 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
         if not is_writable and not body.callable_tools and not has_calls:
             inputs = replace(inputs, tools=())  # nothing is lost: no tool may be called
         elif form is None:
-            raise HTTPError(
-                400,
+            what = (
                 "the model's chat template knows no tools: take a model that was trained for them, or start the "
-                "server with `--tool-call-parser`, such as `hermes`",
-                param="tools" if inputs.tools else body.said_in,
-                code="no_tools",
+                "server with `--tool-call-parser`, such as `hermes`"
             )
+            raise HTTPError(400, what, param="tools" if inputs.tools else body.said_in, code="no_tools")
         else:
             try:
                 messages = with_tools_as_text(messages, inputs.tools, form)
@@ -98,12 +96,8 @@ def _inputs(template: str, body: Conversation) -> TemplateInputs:
         raise HTTPError(400, what, param="documents", code="unsupported")
     if body.reasoning_effort is not None:
         if body.reasoning_effort != "none" and not has_effort(template):
-            raise HTTPError(
-                400,
-                "this server does not support `reasoning_effort`: the model's chat template has no use for it",
-                param="reasoning_effort",
-                code="unsupported",
-            )
+            what = "this server does not support `reasoning_effort`: the model's chat template has no use for it"
+            raise HTTPError(400, what, param="reasoning_effort", code="unsupported")
         variables.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
@@ -192,11 +186,8 @@ def _call_document(call: MessageCall, place: str, field: str) -> dict[str, Any]:
     if arguments and not isinstance(arguments, dict | str):
         what = f"{place}: the arguments of a call of `{call.function.name[:80]}` are no JSON object: {arguments!r:.80}"
         raise HTTPError(400, what, param=field)
-    document: dict[str, Any] = {
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments or {}},
-    }
-    return document if call.id is None else document | {"id": call.id}
+    function = {"name": call.function.name, "arguments": arguments or {}}
+    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 
 
 def _as_template_has_it(template: str, messages: list[Message]) -> list[Message]:
@@ -328,12 +319,8 @@ def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> Co
     if format_of is None:
         if is_auto and served.response_template is not None:
             return None
-        raise HTTPError(
-            400,
-            "the format in which the model calls tools is not known: start the server with `--tool-call-parser`",
-            param="tools",
-            code="no_tools",
-        )
+        what = "the format in which the model calls tools is not known: start the server with `--tool-call-parser`"
+        raise HTTPError(400, what, param="tools", code="no_tools")
     schema = None
     if is_auto and body.forms:
         (_, kind, value), *_ = body.forms
@@ -370,9 +357,8 @@ def _check_schema(served: ServedModel, tool: Tool) -> None:
     except FormsBusy as busy:
         raise as_http_error(busy, "tools") from None
     except SpecDecError as error:
-        raise HTTPError(
-            400, f"tools: the parameters of `{tool.name}`: {error.message}", param="tools", code="invalid_value"
-        ) from None
+        what = f"tools: the parameters of `{tool.name}`: {error.message}"
+        raise HTTPError(400, what, param="tools", code="invalid_value") from None
 
 
 def _after_thought(served: ServedModel, body: ChatRequest, form: OutputForm) -> CompiledGrammar | None:

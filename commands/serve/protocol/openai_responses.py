@@ -71,12 +71,9 @@ class ResponseStore:
         with self._lock:
             found = self._held.get(response_id)
         if found is None:
-            raise HTTPError(
-                404,
-                f"no such response is kept (the server keeps the last {_MOST_STORED}): {response_id[:80]}",
-                param=param,
-                code="previous_response_not_found" if param == "previous_response_id" else "response_not_found",
-            )
+            what = f"no such response is kept (the server keeps the last {_MOST_STORED}): {response_id[:80]}"
+            code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
+            raise HTTPError(404, what, param=param, code=code)
         return found
 
 
@@ -313,9 +310,8 @@ class ResponsesReply:
         for item in self._items:
             if item["type"] == "function_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
-                message.setdefault("tool_calls", []).append(
-                    {"id": item["call_id"], "type": "function", "function": function}
-                )
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
             else:
                 key = "content" if item["type"] == "message" else "reasoning_content"
                 message[key] = message.get(key, "") + item["content"][0]["text"]
