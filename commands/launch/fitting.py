@@ -30,6 +30,12 @@ def is_engine(model: str) -> bool:
     return _build_config(model) is not None
 
 
+def engine_context(model: str) -> int | None:
+    """Tokens that a prompt and its answer may have together in an engine; None for a model."""
+    build = _build_config(model)
+    return None if build is None else int(build["max_seq_len"]) - int(build["max_draft_len"])
+
+
 def _build_config(model: str) -> Any:
     config = Path(model).expanduser() / "config.json"
     return read_json(config).get("build_config") if config.is_file() else None

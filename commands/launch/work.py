@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commands.launch.files import configured, shown
-from commands.launch.fitting import fitting_flags, flags_given, is_engine
+from commands.launch.fitting import engine_context, fitting_flags, flags_given, is_engine
 from commands.launch.server import Served, ask_server, started
 from commands.launch.tools import KEY_VARIABLE, NO_KEY, Connection, Tool
 from commands.output.output import stderr, visible, warn
@@ -165,9 +165,10 @@ def _print(tool: Tool, launch: Launch) -> None:
     if served is None:
         arguments = launch.serve_arguments
         print(f"specdec serve {shlex.join(arguments)}")
-        name = launch.value("served-model-name") or Path(launch.model or "engine_outputs").resolve().name
-        context = next(_values(arguments, "max-seq-len"), None) or launch.settings.get("max-seq-len", "4096")
-        served = Served(launch.url, (name,), int(context))
+        model = launch.model or "engine_outputs"
+        name = launch.value("served-model-name") or Path(model).resolve().name
+        asked = next(_values(arguments, "max-seq-len"), None) or launch.settings.get("max-seq-len", "4096")
+        served = Served(launch.url, (name,), engine_context(model) or int(asked))
     _warn_of_short_context(tool, served)
     for line in _settings(tool, Connection(served.url, served.names[0], launch.key, served.context)):
         print(visible(line))
