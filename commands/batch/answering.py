@@ -51,7 +51,7 @@ _ROUTES: dict[str, tuple[Any, Any, Any]] = {
     "/v1/completions": (CompletionRequest, ask_completion, CompletionReply),
     "/v1/chat/completions": (ChatRequest, ask_chat, ChatReply),
 }
-"""By path: the class of the body, the function that makes requests from it, and the class that writes the answer."""
+"""Routes: each with the class of its body, the function that makes requests from it, and the class of its answer."""
 
 
 @dataclass(frozen=True)

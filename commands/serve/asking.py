@@ -168,8 +168,8 @@ def _with_form(served: ServedModel, body: Generation, values: dict[str, Any]) ->
 
 
 def _drafting(served: ServedModel, body: Generation) -> tuple[bool, Drafter | None]:
-    """Whether the server's drafter drafts for a request, and else the request's own drafter, if any: the drafter that
-    `speculative` names, and before it the prediction, if there is one.
+    """True if the server's drafter drafts for a request; otherwise False and the request's own drafter, if it has one:
+    the drafter that `speculative` names, and before it the prediction, if there is one.
     """
     if body.speculative is False:
         return False, None
