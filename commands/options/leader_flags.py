@@ -64,7 +64,7 @@ class LeaderOptions:
         option(
             LEADER,
             f"Drafter: {', '.join(algorithms())}; AUTO: {_IN_AUTO}, in `serve` and `batch` "
-            f"{_IN_AUTO_OF_MANY} too, and the draft model or head if given.",
+            f"{_IN_AUTO_OF_MANY} too, and the draft model or head if given; none: no drafter.",
             shown="no drafter",
             check=parse_algorithm,
             metavar="NAME",

@@ -11,9 +11,8 @@ from commands.output.help import SPECULATION, as_flag, config_flag, option
 from commands.output.output import note, warn
 from runtime.drafters.lists import Devices, Parsed
 from runtime.drafters.spec import DrafterSpec, DraftLenMode, Setting
-from runtime.drafters.specs import DRAFTERS, MtpDrafter, lookups
+from runtime.drafters.specs import DRAFT_LEN, DRAFTERS, MtpDrafter, lookups
 from runtime.drafters.speculation import Speculation
-from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.words import nearest, word_among
 
@@ -84,7 +83,7 @@ Drafters = Annotated[
     option(
         SPECULATION,
         f"Use several drafters; each sequence gets the most profitable draft. Names: {', '.join(DRAFTERS)}, "
-        "each with its own flag. `auto` uses every drafter whose flag you give.",
+        "each with its own flag. `auto` uses every drafter whose flag you give, `none` no drafter.",
         check=_check_drafters,
         metavar="NAME,NAME",
     ),

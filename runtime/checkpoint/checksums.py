@@ -6,18 +6,19 @@ own content; a document in a single file has its digest under `digest`. These fi
 whoever can change a file can change its record.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from runtime.checkpoint.config import FileRecord
+from runtime.checkpoint.config import CheckpointConfig, EngineConfig, FileRecord, as_json
 from runtime.checkpoint.tokenizer import SAVED, TEMPLATE_DIR, TOKENIZER_FILES
 from runtime.util.cache import digest, file_digest
 from runtime.util.errors import SpecDecError
-from runtime.util.files import check_regular
+from runtime.util.files import check_regular, write_json
 
 CONFIG = "config.json"
 NOT_RECORDED = frozenset({CONFIG, "generation_config.json", "chat_template.jinja"})
@@ -53,6 +54,16 @@ def document_digest(data: dict[str, Any], key: str) -> str:
 def config_digest(data: dict[str, Any]) -> str:
     """Digest of a directory's `config.json`."""
     return document_digest(data, "config_digest")
+
+
+Config = TypeVar("Config", CheckpointConfig, EngineConfig)
+
+
+def write_config(directory: Path, config: Config) -> Config:
+    """Write a directory's `config.json` with its digest; returns the configuration with the digest."""
+    config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
+    write_json(directory / CONFIG, as_json(config))
+    return config
 
 
 def record_files(directory: Path) -> tuple[FileRecord, ...]:

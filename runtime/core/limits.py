@@ -9,8 +9,9 @@ from runtime.util.errors import SpecDecError
 
 
 def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[[], int | None]) -> None:
-    """SpecDecError if the prompt, or the prompt with its output, is longer than the engine was built for.
-    `num_positions` is the model's number of positions, for the hint: no engine can be built for more.
+    """SpecDecError if the prompt is empty, if no token is to be generated, or if the prompt, or the prompt with its
+    output, is longer than the engine was built for. `num_positions` gives the model's number of positions, for the
+    hint: no engine can be built for more.
     """
     num_prompt = len(request.prompt_tokens)
     if num_prompt == 0:
@@ -65,7 +66,9 @@ def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -
 
 
 def check_vocabulary(request: Request, vocab_size: int) -> None:
-    """SpecDecError if a token id of the request is outside the vocabulary, or top_k exceeds the vocabulary's size."""
+    """SpecDecError if a token id of the request is outside the vocabulary, or if `top_k` or the number of
+    log-probabilities exceeds the vocabulary's size.
+    """
     ids, sampling = f"ids are 0 to {vocab_size - 1}", request.sampling
     for field, tokens, hint in (
         ("prompt", request.prompt_tokens, f"{ids}; text needs the tokenizer that the model was trained with"),

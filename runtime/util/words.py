@@ -6,9 +6,7 @@ from typing import Any, get_args
 
 
 def word_among(text: str, words: Iterable[str]) -> str | None:
-    """The word that a text means, whatever its case, and with `-` or `_`: `torch-compile` for `Torch_Compile`. None if
-    it is none of the words.
-    """
+    """The word that a text means, whatever its case, and with `-` or `_`: `torch-compile` for `Torch_Compile`."""
     return next((word for word in words if _plain(word) == _plain(text)), None)
 
 
