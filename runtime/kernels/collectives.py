@@ -87,9 +87,7 @@ def all_reduce(x: Tensor, *, shares_memory: bool) -> Tensor:
 
 
 def gather_columns(x: Tensor, size: int, *, shares_memory: bool) -> Tensor:
-    """Columns [..., N x size] of all `size` ranks side by side, in the order of ranks, from this rank's columns [...,
-    N].
-    """
+    """Columns [..., N x size] of all `size` ranks, in the order of ranks, from this rank's columns [..., N]."""
     gathered: Tensor = _operation("gather_columns", shares_memory)(x, size)
     return gathered
 

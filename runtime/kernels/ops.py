@@ -23,7 +23,7 @@ _MOST_COLUMNS = 128
 _MEASURED_SIZE = 2048  # of the layer that is measured, inputs and outputs
 _MANY_TOKENS = 256
 _PASSES = 3
-# Of MKL (VML), which torch takes for cosines, exponentials and the like on the CPU.
+# Functions that torch computes by MKL (VML) on the CPU.
 _VECTOR_FUNCTIONS = (
     *(torch.acos, torch.asin, torch.atan, torch.cos, torch.erf, torch.erfc, torch.exp, torch.expm1, torch.log),
     *(torch.log10, torch.log1p, torch.log2, torch.sin, torch.sqrt, torch.tan, torch.tanh),
@@ -65,7 +65,7 @@ def openmp_alone() -> Iterator[None]:
     Otherwise these threads would wait for more work on the cores that the kernels need: a prompt takes up to 1.6 times
     as long.
     """
-    if not hasattr(torch.ops.specdec, "keep_openmp_alone"):  # a step that is no package's, as campaigns have it
+    if not hasattr(torch.ops.specdec, "keep_openmp_alone"):  # no kernels are loaded, as in campaigns
         yield
         return
     before = torch.ops.specdec.keep_openmp_alone(True)
@@ -102,7 +102,7 @@ def kernel_group_size(group_size: int) -> int:
 
 
 def describe_kernels() -> None:
-    """Tell the compiler the shapes of the kernels' results. This is needed to export or compile, not to run."""
+    """Tell the compiler the shapes of the kernels' results, which it needs to export or compile a step."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *others: object, **more: object) -> Tensor:
         return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
@@ -118,7 +118,7 @@ def describe_kernels() -> None:
     def experts_linear(x: Tensor, packed: Tensor, chosen: Tensor, num_outputs: int, *settings: int) -> Tensor:
         return x.new_empty(chosen.shape[0], num_outputs)
 
-    def short_conv(inputs: Tensor, *others: object) -> Tensor:  # and a scan, by its additions
+    def short_conv(inputs: Tensor, *others: object) -> Tensor:  # also for a scan, whose first input are its additions
         return torch.empty_like(inputs)
 
     def linear_attention(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model that answers: text in, text out. Python users import it, and `run` and `summarize` use it.
+"""A model that answers: text in, text out. Python users import it, and the commands use it.
 
 An `LLM` is an opened engine with its tokenizer. It answers prompts in sessions, one for each drafter and draft length
 mode; a session is opened when it is first asked for, and kept, so that a draft model is opened once and lookups
@@ -85,7 +85,8 @@ AnyDrafter = AnySpec | Drafter | DraftFunction
 
 
 class LLM:
-    """An engine that answers prompts, opened from its directory or made from a model (a directory, hub id or `demo`).
+    """An engine that answers prompts, opened from its directory or made from a model: a directory, GGUF file, hub id or
+    `demo`.
 
     `mode` "leader" keeps sequences in a running batch; "orchestrator" calls the engine once for each step, as
     TensorRT-LLM's examples do. Prompts are computed `max_num_tokens` tokens at a time. With a `seed`, requests without
@@ -163,9 +164,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give back the memory of the engine, and of draft models. Calls in other threads raise an error before their
-        next step.
-        """
+        """Free the memory of the engine and of draft models. Calls in other threads fail before their next step."""
         with self._opening:
             self.engine.turns.take(self._close)
 
@@ -368,16 +367,14 @@ class LLM:
 
     @cached_property
     def model_defaults(self) -> ModelDefaults:
-        """Sampling defaults in the model's generation_config.json; its `top_k` may exceed the vocabulary."""
+        """Sampling defaults in the model's generation_config.json, with a `top_k` of at most the vocabulary's size."""
         defaults = read_model_defaults(self.bundle.directory, MODEL_DEFAULTS)
         bounds = {"top_k": self.bundle.config.vocab_size}
         sampling = {name: min(value, bounds.get(name, value)) for name, value in defaults.sampling.items()}
         return dataclasses.replace(defaults, sampling=sampling)
 
     def chat_params(self) -> SamplingParams:
-        """The model's own sampling parameters, greedy if it has none, with as many output tokens as there
-        is room for.
-        """
+        """The model's own sampling parameters, greedy if it has none, with as many output tokens as fit."""
         values: dict[str, Any] = self.model_defaults.sampling or {"temperature": 0.0}
         return SamplingParams(max_tokens=None, **values)
 
@@ -475,18 +472,16 @@ class LLM:
 
     @cached_property
     def special_token_ids(self) -> dict[str, int]:
-        """Special tokens by name, such as `</s>`. They never appear in an output's text: as a stop word, such a name
-        ends it by id.
+        """Ids of special tokens by name, such as `</s>`. Texts leave them out unless a request wants them, so a stop
+        word that is such a name ends an output by the id.
         """
         return {} if self.tokenizer is None else special_token_ids(self.tokenizer)
 
     def get_tokenizer(self) -> Any:
-        """transformers' tokenizer of the model, as from vLLM's method of this name; None for an engine without a
-        tokenizer.
-        """
+        """transformers' tokenizer of the model; None for an engine without one. vLLM has a method of this name."""
         if self.tokenizer is None:
             return None
-        if not hasattr(self.tokenizer, "apply_chat_template"):  # a lighter one, which reads prompts as that does
+        if not hasattr(self.tokenizer, "apply_chat_template"):  # our lighter class, which gives the same tokens
             self.tokenizer = load_tokenizer(self.tokenizer_dir, self.bundle.config.pretrained_config)
         return self.tokenizer
 
@@ -512,12 +507,12 @@ class LLM:
         return min(build.max_input_len, room)
 
     def text(self, sequence: Sequence) -> str | None:
-        """The text of an output, without end ids and without the text after a stop word; None without a tokenizer."""
+        """The text of an output, cut at its end id or stop word as its request wants; None without a tokenizer."""
         return sequence_text(self.tokenizer, sequence)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """The engine's fingerprint. It is computed at the first call, in two steps."""
+        """The engine's fingerprint, computed at the first call in two steps of the engine."""
         return fingerprint_of(self.engine, self.tokenizer)
 
     def check_receipts(self, receipts: Iterable[Mapping[str, Any]], rule: "Rule | None" = None) -> "list[Finding]":
@@ -653,8 +648,8 @@ def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:
 
 
 def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """The end ids within the vocabulary, with a warning for other ids: some of transformers' config classes have a
-    default end id, whatever the vocabulary.
+    """The end ids within the vocabulary, with a warning for the first other one: some of transformers' config classes
+    have a default end id, whatever the vocabulary.
     """
     foreign = sorted(i for i in end_ids if i >= vocab_size)
     if foreign:

@@ -71,7 +71,7 @@ def _rows(experts: nn.Module, name: str) -> Tensor:
     """Weights of the experts, [experts, outputs, inputs]."""
     weight = getattr(experts, name)
     assert isinstance(weight, Tensor)
-    # Llama 4's do not say how they lie, and have no biases.
+    # Llama 4's experts do not have `is_transposed`: they are [experts, inputs, outputs].
     return weight.transpose(1, 2) if getattr(experts, "is_transposed", True) else weight
 
 

@@ -37,7 +37,7 @@ class _Fused:
         """
         one = deepcopy(self.converter)
         for (name, pattern), tensor in zip(self.parts, parts, strict=True):
-            one.add_tensor(self.target, name, pattern, tensor)  # type: ignore[arg-type]  # or what makes it
+            one.add_tensor(self.target, name, pattern, tensor)  # type: ignore[arg-type]  # it takes functions too
         made = one.convert(self.target, model=self.model, config=self.model.config)
         tensors = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -78,10 +78,8 @@ def fused_names(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
 
 
 def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[int, ...]]) -> list[Piece]:
-    """The pieces, with one piece for each of the `wanted` weights in place of its parts. `wanted` has
-    their shapes in the model.
-
-    The model may be on `meta`. SpecDecError for a weight that cannot be joined.
+    """The pieces, with one piece for each `wanted` weight in place of its parts. `wanted` has the shapes in the model,
+    which may be on `meta`. SpecDecError for a weight that cannot be joined.
     """
     by_name = {next(iter(piece.forms)): piece for piece in pieces}
     groups = _group(model, by_name, wanted)
@@ -117,7 +115,7 @@ def fuse_layers(
     model: PreTrainedModel, layers: Mapping[str, PrequantizedLayer], wanted: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, PrequantizedLayer], dict[str, PrequantizedLayer]]:
     """Join quantized layers into the `wanted` weights [experts, outputs, inputs] without dequantizing; also return the
-    layers left over. Layers with different groups or orders of inputs stay apart.
+    layers left over. Layers of different formats or groups stay apart, and so do layers with reordered inputs.
     """
     made: dict[str, PrequantizedLayer] = {}
     left = dict(layers)

@@ -227,7 +227,7 @@ def _place_functions(module: Any, functions: dict[str, Callable[..., Any]]) -> N
 
 
 def _with_paged(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    by_torch = inspect.unwrap(theirs)  # where a library for GPUs stands for it
+    by_torch = inspect.unwrap(theirs)  # a library for GPUs may have replaced it
 
     @wraps(theirs)
     def function(*args: Any, paged: LayerStates | None = None, **kwargs: Any) -> Any:

@@ -47,9 +47,7 @@ _OF_COMPUTING: dict[str, tuple[int, ...]] = _CAPS | dict.fromkeys(_FACTORS, (0, 
 _IS_SIZE = re.compile(r"_(size|dim|rank|width|units|channels|groups|heads|experts|layers?)$|^(n|num|d)_")
 _IS_NO_SIZE = re.compile(r"^max_|position|window|ctx|token|chunk|length|seq")
 _LARGEST_SIZE = 2**40
-"""Largest size in a config, beyond that of any model. Two products of such sizes still fit into 64 bits, together with
-the other sizes of a shape.
-"""
+"""Largest size in a config, 2^40: beyond that of any model, and far below what 64 bits hold."""
 MANY_LAYERS = 1000
 """Number of layers beyond that of any published model."""
 _NUMBERS_OF_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
@@ -57,19 +55,19 @@ _NUMBERS_OF_CHOSEN = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_k", "moe_top_k"),
 )
 _PATTERN = "sliding_window_pattern"
-# What of a rope is a number, or a list of them, above 0.
+# Keys of a rope whose value is a number above 0, or a list of such numbers.
 _OF_ROPES = (
     *("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor"),
     *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
 )
-# What transformers once called a type of rope, and kept beside the name that it has now.
+# Earlier names of a type of rope, which configs keep as `type` beside today's `rope_type`.
 _ALSO_CALLED = {"longrope": ("su",), "default": ("mrope",)}
-_INDEXED = "indexed_attention"  # which sees the keys that an index chooses
+_INDEXED = "indexed_attention"  # sees only the keys that an index chooses
 _WITH_KV = {"full_attention", "sliding_attention", "hybrid", _INDEXED}
 _WITH_STATE = {"conv", "linear_attention", "hybrid"}
 
 _DIVISORS = ("final_logit_softcapping", "floor_scale")
-# Keys that nobody need read: of training, multi-token prediction, files and programs, by a part of the name.
+# Parts of the names of keys that need no reader: they are about training, multi-token prediction, files or programs.
 _OF_NO_MODEL = re.compile(
     r"^_|init|dropout|loss|dtype|version|mtp|nextn|pretrain|train|auto_map|compress|quant|token|hub"
     r"|^summary_|verbose|ignore_index|video|image|vision|audio_output"
@@ -78,7 +76,7 @@ _OF_OTHERS = {
     # what transformers once wrote into every config
     *("add_cross_attention", "finetuning_task", "is_decoder", "is_encoder_decoder", "prefix", "pruned_heads"),
     *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16", "use_cache"),
-    # they say how a program computes, not which result
+    # they change how a program computes, not its result
     *("ep_size", "num_logits_to_keep", "use_mamba_kernels", "use_flash_attn", "for_llm_compressor", "seq_aux"),
     "spd_type",  # PARD's
     *("chunk_size_feed_forward", "output_router_logits", "use_mem_eff_path", "moe_shared_expert_overlap"),
@@ -98,7 +96,7 @@ _OF_IMAGES = {
     *("downsample_factor", "encoder_patch_size", "max_pixels_tolerance", "max_tiles", "min_tiles", "tile_size"),
     *("use_thumbnail", "patch_size"),
 }
-# Keys by which the programs that quantize note how they did it, and which readers of weights need not know.
+# Notes of programs that quantize, on how they did it; readers of the weights do not need them.
 _NOTES_OF_QUANTIZERS = {
     *("fmt", "static_groups", "model_name_or_path", "model_file_base_name", "producer", "provider", "pack_dtype"),
     *("is_marlin_format", "damp_auto_increment", "failsafe", "rotation", "parallel_packing", "v2", "do_fuse"),
@@ -108,7 +106,7 @@ _NOTES_OF_QUANTIZERS = {
     *("gradient_accumulate_steps", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning"),
     *("enable_torch_compile", "enable_alg_ext", "not_use_best_mse", "to_quant_block_names", "packing_format"),
 }
-# Keys that transformers computes a type of rope with (`modeling_rope_utils`), beside the base and the share of a head.
+# Keys that transformers reads for each type of rope (`modeling_rope_utils`), beside the base and the share of a head.
 _OF_SCALED = {"factor", "attention_factor", "original_max_position_embeddings"}
 _KEYS_OF_ROPES = {
     "default": {"mrope_section", "mrope_interleaved"},
@@ -121,14 +119,14 @@ _KEYS_OF_ROPES = {
 }
 _ALWAYS_SO_OF_QUANTIZERS = {"data_type": "int", "act_bits": 16, "act_data_type": "float", "super_bits": None}
 _READ_OF_QUANTIZERS = {
-    # by the readers of `runtime.quantization`, beside the parameters of transformers' classes
+    # by the readers in `runtime.checkpoint.quant`, beside the parameters of transformers' classes
     *("quant_method", "dynamic", "quant_algo", "config_groups", "w_bit", "q_group_size", "sparsity_config"),
     *("transform_config", "quantization", "_load_in_4bit", "_load_in_8bit", "modules_to_convert"),
 }
 
 
 def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
-    """Read a Hugging Face config from its JSON; SpecDecError if transformers has no decoder-only model for it."""
+    """Read a Hugging Face config from its JSON; SpecDecError unless specdec supports the model."""
     config = read_any_config(data, where)
     _refuse_unsupported(config)
     return config
@@ -155,14 +153,14 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
             _refuse_sizes(place, where)
             _refuse_dtype(place, where)
     try:
-        # transformers writes infinity as `{"__float__": "Infinity"}`, and reads it so in `from_pretrained` alone.
+        # transformers writes infinity as `{"__float__": "Infinity"}`, but decodes it in `from_pretrained` only.
         values = _with_decimals(CONFIG_MAPPING[model_type], PreTrainedConfig._decode_special_floats(data))
         inside = family_of(model_type).rope_theta_within
-        if inside is not None and "rope_parameters" not in data:  # transformers looks for it there alone
+        if inside is not None and "rope_parameters" not in data:  # transformers reads it inside only
             values |= {name: value for name, value in (data.get(inside) or {}).items() if name == "rope_theta"}
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
-    except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
+    except Exception as error:  # validators may raise anything; the user needs the file's name
         _refuse_pattern_alone(data, where)
         raise SpecDecError(
             f"`{where}` is not a valid {model_type} config: {_with_values(last_words(error), data)}",
@@ -209,7 +207,7 @@ def _refuse_unread(config: PreTrainedConfig, said: dict[str, Any], where: str) -
 
 
 def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
-    """SpecDecError for a window of no tokens, or a window that no layer uses."""
+    """SpecDecError for layers whose window or chunk has no tokens, and for a window that no layer uses."""
     window, types = vars(config).get("sliding_window"), said.get("layer_types")
     uses = "use_sliding_window"
     sees = "`layer_types` has sliding_attention" if "sliding_attention" in (types or ()) else ""
@@ -234,7 +232,7 @@ def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) 
 
 def _refuse_pattern_alone(data: dict[str, Any], where: str) -> None:
     """SpecDecError for a pattern of windows that transformers does not turn into `layer_types`: letters as in EXAONE 4,
-    or 0.
+    0, or any pattern beside a `sliding_window` of null.
     """
     for said in (data, data.get("text_config")):
         if not isinstance(said, dict) or said.get("layer_types"):
@@ -304,7 +302,9 @@ def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) 
 
 
 def _refuse_sizes(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for a size below 1, and for NaN, which is not valid JSON although Python writes it."""
+    """SpecDecError for a size below 1, a divisor of 0, an epsilon below 0, and NaN, which Python writes although it is
+    not valid JSON.
+    """
     for name, what in _SIZES.items():
         if isinstance(size := data.get(name), int) and size < 1:
             raise SpecDecError(f"`{where}` has an invalid number of {what}: {size}", hint="correct it")
@@ -381,7 +381,7 @@ def _check_rope(rope: dict[str, Any], where: str) -> None:
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Yield the numbers in a value: none, one, or those in a list."""
+    """Yield the items of a list, or a value that is no list; nothing for None."""
     if isinstance(value, list):
         yield from value
     elif value is not None:
@@ -512,13 +512,13 @@ def _fields_of_quantizers() -> set[str]:
 
 
 def last_words(error: Exception) -> str:
-    """The last message of a validator's chain of errors in transformers."""
+    """The last line of an error's message, without its class's name: the cause in a chain of transformers' errors."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     return re.sub(r"^\w+Error: ", "", line).partition(". Errors:")[0]
 
 
 def _with_values(words: str, data: dict[str, Any]) -> str:
-    """A validator's message, with the values of the keys in it added."""
+    """A validator's message, followed by the values of the keys that it names."""
     named = dict.fromkeys(re.findall(r"`(\w+)`", words))
     values = [f"`{name}` {data[name]!r}" for name in named if name in data and repr(data[name]) not in words]
     return f"{words}: {', '.join(values)}" if values else words
@@ -529,7 +529,7 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_MODELS)
     inner = getattr(config, "text_config", None)
-    if inner is not None and inner.model_type != kind:  # else it would have been taken
+    if inner is not None and inner.model_type != kind:  # else `_language_model_inside` would have taken it
         raise SpecDecError(
             f"transformers has no class for the language model inside {kind} alone: {inner.model_type}", hint=SEE_MODELS
         )
@@ -560,7 +560,7 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     own_class = model_class(config)
     if own_class._is_stateful and not family.layer_types:
         raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_MODELS)
-    # Some that do, those with states among them, do not say so; their layers are counted, as everybody's.
+    # Some classes, such as those with states, support it undeclared; `model.probe_config` counts their layers.
     if not (own_class._supports_attention_backend or family.layer_types or family.hands_over):
         refuse_own_attention(kind)
     if "logits_to_keep" not in inspect.signature(own_class.forward).parameters:
@@ -574,7 +574,7 @@ def layers_that_keep(config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[i
     config = config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) if family_of(config.model_type).layer_types else None
     if types is None:
-        idle = getattr(config, "cross_attention_layers", None) or ()  # on text
+        idle = getattr(config, "cross_attention_layers", None) or ()  # they see images alone
         return tuple(i for i in range(getattr(config, "num_hidden_layers", 0)) if i not in idle), ()
     with_kv, with_state = (tuple(i for i, one in enumerate(types) if one in known) for known in (_WITH_KV, _WITH_STATE))
     return with_kv, with_state
@@ -584,7 +584,7 @@ def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedCo
     """Read a config like `parse_pretrained_config`. For a multimodal model, such as Gemma 3, it returns the config of
     the language model inside, and that config's JSON.
     """
-    if isinstance(data.get("thinker_config"), dict):  # of Qwen-Omni, beside what speaks
+    if isinstance(data.get("thinker_config"), dict):  # Qwen-Omni's language model, beside the model that speaks
         data = data["thinker_config"]
     config = read_any_config(data, where)
     inner = _language_model_inside(config, data)
@@ -595,8 +595,8 @@ def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedCo
 
 
 def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> dict[str, Any] | None:
-    """Config of the language model inside; None if transformers has no class for it, or the model is a language model
-    itself.
+    """JSON of the language model's config inside; None if transformers has no class for it, or the model is a language
+    model itself.
     """
     inner = getattr(config, "text_config", None)
     if not isinstance(inner, PreTrainedConfig) or inner.model_type == config.model_type:
@@ -608,16 +608,14 @@ def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> di
     given = data.get("text_config") or {}
     tokens = ("eos_token_id", "bos_token_id", "pad_token_id")
     outside = {key: data[key] for key in tokens if key in data and key not in given}
-    # Whether the whole model's embeddings are its last layer too is said outside.
+    # The whole model's config says whether the embeddings are the output layer too.
     tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
     values: dict[str, Any] = PreTrainedConfig._encode_special_floats(inner.to_dict())
     return values | outside | tied | dict(same)
 
 
 def chooses_all_of_few(config: PreTrainedConfig) -> bool:
-    """True if the model's index chooses all keys as long as there are no more than its limit. GLM-5.3's index may leave
-    out the last few.
-    """
+    """True if the model's index chooses all of up to `index_topk` keys. GLM-5.3's index may leave out the last few."""
     return bool(getattr(config, "index_topk", None) and getattr(config, "index_kpool_always_select_tail", True))
 
 
@@ -644,7 +642,7 @@ def _positions_of_biases(config: PreTrainedConfig) -> int | None:
 
 
 def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
-    """True if `longrope` has different factors for long sequences in transformers' model."""
+    """True if `longrope` has other factors, or another scale, for long sequences in transformers' model."""
     if family_of(config.model_type).longrope_changes_scale_alone:
         return _type(rope) == "longrope" and rope.get("long_mscale") != rope.get("short_mscale")
     return _type(rope) == "longrope"
@@ -659,9 +657,7 @@ def why_positions_end(config: PreTrainedConfig) -> str:
 
 
 def wrong_turns(config: PreTrainedConfig) -> str:
-    """Faults in the sizes of a config's rotary positions, such as an odd `rotary_dim`; empty if they fit the
-    heads.
-    """
+    """A fault in the sizes of a config's rotary positions, such as an odd `rotary_dim`; empty if there is none."""
     if isinstance(odd := getattr(config, "rotary_dim", None), int) and odd % 2:
         return f"`rotary_dim` {odd} is odd, and positions turn pairs of numbers"
     rope = getattr(config, "rope_parameters", None) or {}

@@ -136,7 +136,7 @@ def _read_weights(
 def _gguf_tensors(
     path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """All weights of a GGUF file, quantized and plain."""
+    """All weights of a GGUF file, quantized and plain. SpecDecError if one is missing."""
     layers, tensors = read_gguf_tensors(path, config)
     check_shapes(layers, shapes, path)
     found = {*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)}
@@ -150,12 +150,12 @@ def _language_model_tensors(
     entries: list[SourceTensor], whole_type: str, shapes: dict[str, tuple[int, ...]], model_dir: Path
 ) -> list[SourceTensor]:
     """The weights of the language model inside, under its own names."""
-    # Cosmos 3 and Molmo 2 are saved under other names than transformers has for the whole model.
+    # Either as saved, or renamed: transformers has other names for Cosmos 3 and Molmo 2 than their files.
     names = names_in_whole(whole_type, (entry.name for entry in entries))
     renamed = [replace_fields(entry, name=name) for entry, name in zip(entries, names, strict=True)]
     modules = {name.rpartition(".")[0] for name in shapes}
     either = [_without_prefix(these) for these in (entries, renamed)]
-    # The fewest that are as many of its own: DeepSeek-OCR 2 is saved with its vision tower among them.
+    # Most modules of its own, then fewest weights: in DeepSeek-OCR 2's files the vision tower has the same prefix.
     found = max(
         either, key=lambda found: (len(modules & {entry.name.rpartition(".")[0] for entry in found}), -len(found))
     )
@@ -182,7 +182,7 @@ def _without_prefix(entries: list[SourceTensor]) -> list[SourceTensor]:
     renamed = []
     for entry in entries:
         if entry.name.startswith(prefix):
-            # By transformers, Kimi-K2.5 and Qianfan-OCR are saved with names of their vision towers' layers.
+            # transformers saves Kimi-K2.5 and Qianfan-OCR with their vision towers' names for layers.
             own = re.sub(r"^(encoder\.layers|blocks)\.(?=\d)", "layers.", entry.name.removeprefix(prefix))
             renamed.append(replace_fields(entry, name=f"model.{own}"))
         elif entry.name.endswith("lm_head.weight"):

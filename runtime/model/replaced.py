@@ -49,9 +49,7 @@ class NumberedLayer(Replaced):
 
 
 class EqualPositions(Replaced):
-    """Rotary positions in time, height and width, whose frequencies are not mixed, since all three are
-    equal for text.
-    """
+    """Rotary positions in time, height and width. Their frequencies are not mixed: for text all three are equal."""
 
     def recomposition_frequencies(self, frequencies: Tensor) -> Tensor:
         """Frequencies [B, T, 2 D] from `frequencies` [3, B, T, D]."""
@@ -111,7 +109,7 @@ class Layer(Replaced):
 
 
 class Attends(Replaced):
-    """Attention that passes on the paged inputs that it gets from its model."""
+    """Attention that gets the step's paged inputs from its model (`OwnAttentionModel`), and knows config and layer."""
 
     config: Any
     layer_idx: int
@@ -127,7 +125,7 @@ class OwnAttention(Attends):
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
-        return hasattr(module, "_attn")  # GPT-J's and CodeGen's have none since transformers 5.24
+        return hasattr(module, "_attn")  # GPT-J's and CodeGen's lack it since transformers 5.24
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:
         with handed([self], taken_from(kwargs), "_attn"):
@@ -145,10 +143,10 @@ class OwnAttention(Attends):
             attended: tuple[Tensor, Tensor] = super()._attn(query, key, value, attention_mask)  # type: ignore[misc]
             return attended
         window = self.config.window_size if getattr(self, "attention_type", None) == "local" else None
-        if window is not None:  # only GPT-Neo's own mask, beside this one, knows it
+        if window is not None:  # only GPT-Neo's own mask, `bias`, has the window
             own = self.bias[:, :, : key.shape[2], : key.shape[2]]  # type: ignore[index]
             attention_mask = None if "paged" in taken else attention_mask.masked_fill(~own, -torch.inf)  # type: ignore[union-attr]
-        divisor: Any = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)  # GPT-Neo has none
+        divisor: Any = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)  # GPT-Neo has neither
         output, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
             self,
             query.to(value.dtype),
@@ -196,7 +194,7 @@ class OwnAttentionModel(Replaced):
     keywords.
     """
 
-    _can_set_attn_implementation_cached_value = True  # which transformers would read from the module's code
+    _can_set_attn_implementation_cached_value = True  # otherwise transformers looks in the module's code
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:
         attention = [module for module in self.modules() if isinstance(module, Attends)]
@@ -214,8 +212,8 @@ def taken_from(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def handed(modules: Iterable[nn.Module], taken: dict[str, Any], method: str = "forward") -> Iterator[None]:
-    """Within the block, add the keywords `taken`, if there are any, to calls of a method of these modules. Afterwards
-    the previous attribute is put back instead of deleted, which `torch.compile` would not understand.
+    """Within the block, add the keywords `taken` to calls of a method of these modules. Afterwards the previous
+    attribute is put back: `torch.compile` does not understand that an attribute is deleted.
     """
     before = [(module, getattr(module, method)) for module in modules] if taken else []
     for module, function in before:

@@ -71,8 +71,8 @@ class SplitEmbedding(nn.Module):
 def placeholders_of_pieces(
     state_dict: dict[str, Tensor], splitting: Splitting, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Take a rank's pieces of split weights out of its tensors and return them by name; while the model is loaded,
-    tensors with the whole shapes, which take no memory, stand in their place.
+    """Take a rank's pieces of split weights out of its tensors, and return them by name. Zeros with the whole shapes,
+    which take no memory, stand in their place while the model is loaded. SpecDecError for a piece of another shape.
     """
     pieces = {name: state_dict.pop(name) for name in list(state_dict) if splitting.is_cut(name)}
     for name, piece in pieces.items():
@@ -89,8 +89,8 @@ def placeholders_of_pieces(
 
 
 def place_pieces(model: PreTrainedModel, splitting: Splitting, pieces: dict[str, Tensor] | None = None) -> None:
-    """Put pieces of the weights in their places; on `meta`, tensors with the pieces' shapes."""
-    placed: dict[int, nn.Parameter] = {}  # by the parameters that they replace: some are shared
+    """Put pieces in place of the split weights; without `pieces`, empty tensors in the pieces' shapes."""
+    placed: dict[int, nn.Parameter] = {}  # by the replaced parameter: some are shared
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if not splitting.is_cut(name):
             continue
@@ -113,7 +113,7 @@ def _names_of(model: PreTrainedModel, parameter: nn.Parameter) -> Iterator[str]:
 
 
 def compute_together(model: PreTrainedModel, splitting: Splitting, *, shares_memory: bool) -> None:
-    """Replace layers with split outputs by layers that collect the outputs of all ranks."""
+    """Replace split layers by layers that add up or collect the ranks' outputs."""
     ranks = Ranks(splitting.tp_size, shares_memory)
     for name, split in splitting.layers.items():
         parent, _, child = name.rpartition(".")
@@ -134,7 +134,7 @@ def _together(layer: nn.Module, split: Split, ranks: Ranks) -> nn.Module:
             weight = layer.weight
             assert isinstance(weight, nn.Parameter)
             return SplitEmbedding(weight, ranks)
-        case "experts":  # which others ask for what they are
+        case "experts":  # the module stays, since other code reads its attributes
             layer.register_forward_hook(partial(_summed, ranks))
             return layer
         case "inputs" | "own_inputs":

@@ -24,9 +24,7 @@ Kind = Literal["outputs", "gathered_outputs", "inputs", "own_inputs", "vocabular
 
 @dataclass(frozen=True)
 class Cut:
-    """The dimension along which a tensor is cut, and the number of stacked matrices in it, of each of which a rank has
-    a piece.
-    """
+    """The dimension along which a tensor is cut, and the number of matrices stacked in it, each of which is cut."""
 
     dimension: int
     num_packed: int = 1
@@ -90,9 +88,7 @@ class Splitting:
     """Embeddings and output layer that are not split."""
 
     def piece(self, name: str, tensor: Tensor, rank: int) -> Tensor:
-        """The part of a checkpoint's tensor that rank `rank` holds; SpecDecError if the tensor cannot be divided in
-        this way.
-        """
+        """The part of a checkpoint's tensor that a rank holds; SpecDecError if the tensor cannot be divided so."""
         found = self._cut(name, tuple(tensor.shape))
         if found is None:
             return tensor
@@ -114,7 +110,7 @@ class Splitting:
             )
 
     def form(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a rank's piece of a tensor."""
+        """The shape of a rank's piece of a tensor; SpecDecError if the tensor cannot be divided so."""
         found = self._cut(name, shape)
         if found is None:
             return shape
@@ -157,7 +153,7 @@ class Splitting:
                 f"a layer that is to be split over devices has its inputs reordered: {layer}",
                 hint="run the model on one device",
             )
-        # Two numbers of 4 bits lie in a byte, and scales are of groups of inputs: none of them is cut through.
+        # A cut goes neither through a byte of two 4-bit numbers nor through a group of inputs with one scale.
         size = shape[cut.dimension] // cut.num_packed
         if size % split.num_pieces:
             what = {"weight": "inputs", "weight_values": "columns"}.get(part, "groups of inputs")

@@ -67,7 +67,7 @@ def write_weights(
                 assert layout_of({name: part[name]})[name] == layout[name]
                 written.put(name, part[name])
                 awaited.discard(name)
-        assert not awaited  # or the thread would wait for them
+        assert not awaited  # else the thread would wait forever
         if _meanwhile is None:
             written.finish()
     except BaseException:
@@ -150,7 +150,7 @@ def written_meanwhile() -> Iterator[Callable[[], None]]:
 
 
 def _header(layout: Layout, metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Length and header in safetensors' form, and the byte range of each tensor in the file's order: the widest dtype
+    """Length and header in safetensors' form, and each tensor's number of bytes in the file's order: the widest dtype
     first.
     """
     order = {name: number for number, name in enumerate(NUM_BITS)}
@@ -187,7 +187,7 @@ def num_bytes_of(layout: Layout) -> int:
 
 
 def open_weights(path: Path, wanted: Layout, known: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The file's tensors, in one piece of memory, followed by the `known` tensors that the file names.
+    """The file's tensors, in one piece of memory, and the `known` tensors that the file names.
 
     Raises SafetensorError if the file is damaged, and SpecDecError unless the tensors are those that the step expects,
     since it reads their memory by compiled offsets.
@@ -281,7 +281,7 @@ def _aligned(num_bytes: int) -> int:
 
 _HUGE_PAGE = 1 << 21
 _READ_AT_ONCE = 1 << 30  # bytes: Linux reads no more than 2 GiB
-_KEPT_BYTES = 64 << 20  # of weights that were read are kept: small models' weights are read once
+_KEPT_BYTES = 64 << 20  # kept after use: a small model's weights are read once
 
 
 @dataclass
@@ -347,14 +347,14 @@ def absent_weights(path: Path) -> dict[str, Tensor]:
     with ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
         tensors = _entries(file)
-        stack.pop_all()  # open for as long as the tensors are there
+        stack.pop_all()  # the file stays open as long as the tensors exist
     sizes = {name: _pages_of(entry.num_bytes) for name, entry in tensors.items()}
     large = [name for name, size in sizes.items() if size >= _HUGE_PAGE]
     small = [name for name, size in sizes.items() if size < _HUGE_PAGE]
     mapping = reserve(_Mapping, _HUGE_PAGE + sum(sizes.values()))
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     known = _FileMemory(path, file, stamp_of(os.fstat(file.fileno())), memory.data_ptr())
-    # Huge pages belong to one tensor each, or one that is given back would leave a part of them, with its neighbours'.
+    # No two tensors share a huge page: one that is given back could not give back the page.
     end, of_large = -known.address % _HUGE_PAGE, sum(sizes[name] for name in large)
     small_pages(mapping, end + of_large, len(mapping) - end - of_large)
     weights = {}
@@ -381,7 +381,7 @@ def is_absent(tensor: Tensor) -> bool:
 
 def _memory_of(tensor: Tensor) -> _FileMemory | None:
     if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
-        return None  # tensors of a trace have no memory
+        return None  # a traced tensor has no memory
     return _memories.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
 

@@ -33,7 +33,7 @@ class LightningAttention(Mixer):
         self.register_buffer("slopes", self.slopes_of_heads(model.device), persistent=False)
 
     def slopes_of_heads(self, device: torch.device) -> Tensor:
-        """Decay of each head, as from `get_slope_rate`, rounded as in a 16-bit model."""
+        """Decay of each head, like `get_slope_rate`, whose decays a 16-bit model has rounded."""
         factor = 1 - self.layer_idx / (self.num_hidden_layers - 1 + 1e-5) + 1e-5
         exponents = torch.arange(self.num_attention_heads, device=device) + 1
         return 2.0 ** (-8 / self.num_attention_heads * exponents.float()) * factor
@@ -43,7 +43,7 @@ class LightningAttention(Mixer):
             return super().forward(hidden_states, **kwargs)
         mixed = self.act_fn(self.qkv_proj(hidden_states))
         mixed = mixed.view(*mixed.shape[:2], -1, 3 * self.head_dim)
-        # A constant, of each token: a step has its tokens' numbers in arrays of their own.
+        # The constant decays, made from the tokens' numbers so that a compiled step computes them for each token.
         own = mixed[..., 0].float()
         decay = torch.where(own > torch.inf, own, -self.slopes)
         parts = (*mixed.chunk(3, dim=-1), decay)

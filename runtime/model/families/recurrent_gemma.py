@@ -39,9 +39,7 @@ class GriffinBlock(Mixer):
 
 
 def _by_blocks(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Product of tokens [1, B x Q, C] with a matrix that has H blocks [C / H, C / H] on its diagonal, and
-    0 elsewhere.
-    """
+    """Product of tokens [1, B x Q, C] with a matrix of H blocks [C / H, C / H] on its diagonal, 0 elsewhere."""
     parts = x.chunk(len(weight), dim=-1)
     return torch.cat([F.linear(part, weight[i].t(), bias[i]) for i, part in enumerate(parts)], dim=-1)
 
