@@ -63,8 +63,8 @@ def _instead_of(name: str, value: Any) -> str:
 def usual_speculation(
     config: Mapping[str, Any] | None, profile: str | Path | None, model: str | None
 ) -> Speculation | None:
-    """How calls that name no drafter draft, by a config or by the profile of a `model`. None without either, and for an
-    engine (`model` None), whose profile is read when the engine is open.
+    """Speculation of calls that name no drafter, by a config or by the profile of a `model`. None without either, and
+    for an engine (`model` None), whose profile is read when the engine is open.
     """
     if config is not None and profile is not None:
         raise UsageError(
