@@ -51,7 +51,7 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     from runtime.core.kv_cache import BlockCopy, KVPool, kv_dtype
     from runtime.core.states import StateCopy, copy_slot, num_rolled_back, state_pools
     from runtime.engine.load import StepKind, open_step
-    from runtime.kernels.groups import COPY_BLOCK, COPY_SLOT, POOL, join_by_number, receive, to_batch
+    from runtime.kernels.groups import COPY_BLOCK, COPY_SLOT, POOL, join, receive, to_batch
     from runtime.kernels.memory import zeros, zeros_in
     from runtime.kernels.ops import flush_denormals
 
@@ -63,7 +63,7 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     quantization = None if job["quantization"] is None else parse(Quantization, job["quantization"], "quantization")
     own = StepKind(job["compiler"], job["pretrained_config"], job["dtype"], quantization)
     step = open_step(own, directory, device, mapping)
-    join_by_number(job["way"], job["meeting"], mapping.rank, mapping.tp_size).use()
+    join(job["way"], job["meeting"], mapping.rank, mapping.tp_size).use()
     layers = tuple(parse(LayerShape, layer, "layers") for layer in job["layers"])
     states = tuple(parse(StateShape, state, "states") for state in job["states"])
     num_back, dtype = num_rolled_back(job["max_draft_len"]), getattr(torch, job["dtype"])

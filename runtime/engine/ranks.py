@@ -122,7 +122,7 @@ class RankedStep:
         self._files = [shared_memory(0) for _ in device_ids[1:]] if device.type == "cpu" else []
         rendezvous = Rendezvous(way, model.tp_size)
         try:
-            self._group = join(rendezvous, 0, model.tp_size)
+            self._group = join(rendezvous.way, rendezvous.number, 0, model.tp_size, rendezvous.store)
             jobs = _jobs(model, rendezvous, cores, rank_devices(device.type, device_ids))
             files: Seq[int | None] = self._files or [None] * len(jobs)
             jobs = [job | {"memory": file} for job, file in zip(jobs, files, strict=True)]

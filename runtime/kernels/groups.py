@@ -77,17 +77,8 @@ class RankGroup(Protocol):
     def leave(self) -> None: ...
 
 
-def join(rendezvous: Rendezvous, rank: int, tp_size: int) -> RankGroup:
-    """Join the group; returns rank 0's end of it."""
-    return _join(rendezvous.way, rendezvous.number, rank, tp_size, rendezvous.store)
-
-
-def join_by_number(way: Way, number: int, rank: int, tp_size: int) -> RankGroup:
-    """Join as a rank in another process than the one that made the meeting point."""
-    return _join(way, number, rank, tp_size, None)
-
-
-def _join(way: Way, number: int, rank: int, tp_size: int, store: TCPStore | None) -> RankGroup:
+def join(way: Way, number: int, rank: int, tp_size: int, store: TCPStore | None = None) -> RankGroup:
+    """Join the group at the meeting point with this number; the process that made the meeting point gives its store."""
     return _Memory(number, rank, tp_size) if way == "shared" else _Distributed(way, number, rank, tp_size, store)
 
 

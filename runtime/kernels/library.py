@@ -103,9 +103,7 @@ INSTRUCTION_SETS = {
 
 
 def library_name(machine: str, instruction_set: InstructionSet) -> str:
-    """Name of the library in `PREBUILT_DIR`. A library fits a single minor version of torch, whose C++ classes it
-    uses.
-    """
+    """Name in `PREBUILT_DIR` of the library, which fits one minor version of torch, whose C++ classes it uses."""
     minor = ".".join(torch.__version__.split(".")[:2])
     return f"{machine}-{instruction_set.name}-torch{minor}.so"
 
