@@ -76,9 +76,7 @@ class PagedInputs:
         return self.masks[sliding_window, attention_chunk, num_groups]
 
     def written(self) -> Tensor:
-        """Flags bool [B, N x block_size], False behind a row's last token, where blocks still have other sequences'
-        numbers.
-        """
+        """Flags bool [B, N x block_size], False behind a row's last token: blocks have old numbers there."""
         num_slots = self.block_tables.shape[1] * self.key_pools[0].shape[3]
         return torch.arange(num_slots, device=self.positions.device) <= self.positions.amax(1, keepdim=True)
 
@@ -181,9 +179,7 @@ def write_kv(paged: PagedInputs, layer: int, key: Tensor, value: Tensor) -> None
 
 
 def _read(paged: PagedInputs, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys [B, kv heads, N x block_size, dim] and values [B, kv heads, N x block_size, value dim] of all the rows'
-    blocks.
-    """
+    """Keys [B, kv heads, N x block_size, dim] and values [..., value dim] of all the rows' blocks."""
     tables = paged.block_tables
     keys = paged.key_pools[layer][tables].permute(0, 2, 1, 4, 3).flatten(2, 3)
     values = paged.value_pools[layer][tables].transpose(1, 2).flatten(2, 3)

@@ -32,9 +32,7 @@ class _Fused:
     parts: list[tuple[str, str]]
 
     def convert(self, parts: Seq[Tensor]) -> dict[str, Tensor]:
-        """The target weight, and further weights that transformers forms from the same tensors, such as Ernie 4.5 VL's
-        experts for images.
-        """
+        """The target weight, and others that transformers makes of the same tensors (Ernie 4.5 VL's for images)."""
         one = deepcopy(self.converter)
         for (name, pattern), tensor in zip(self.parts, parts, strict=True):
             one.add_tensor(self.target, name, pattern, tensor)  # type: ignore[arg-type]  # it takes functions too
@@ -127,13 +125,9 @@ def fuse_layers(
     return made, left
 
 
-def _without_values(layer: PrequantizedLayer) -> QuantizedWeight:
-    return layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()})
-
-
 def _fusable(group: _Fused, layers: Seq[PrequantizedLayer], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The weights that these layers can be joined into; empty if they must stay apart."""
-    weights = [_without_values(layer) for layer in layers]
+    weights = [layer.read({part: one.without_values() for part, one in layer.parts.items()}) for layer in layers]
     parts = [weight.by_output() for weight in weights]
     kinds = [
         ({part: one.dtype for part, one in of_one.items()}, weight.book is None)

@@ -103,20 +103,23 @@ def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
     key = type(config), config.to_json_string()
     with _on_meta():
         if key not in _models:
-            # In 16 bits, where it shows what its class makes in float32.
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                copy.deepcopy(config), dtype=torch.bfloat16, trust_remote_code=False
-            )
+            # In 16 bits, which shows the weights that the class itself makes float32.
+            model = _made(config, dtype=torch.bfloat16)
             _models.clear()
             _models[key] = model
         return _models[key]
 
 
+def _made(config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        copy.deepcopy(config), trust_remote_code=False, **settings
+    )
+    return model
+
+
 @contextmanager
 def _on_meta() -> Iterator[None]:
-    """Make models on `meta` within the block. torch's warnings about empty weights are suppressed; specdec raises its
-    own error for them.
-    """
+    """Make models on `meta` within the block, without torch's warnings about empty weights."""
     with MODEL_INIT_LOCK, torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors", UserWarning)
         yield
@@ -129,7 +132,15 @@ def renames_weights(config: PreTrainedConfig) -> bool:
 
 def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
     """The model's names for weights stored under these names, if transformers only renames them."""
-    mapping = get_model_conversion_mapping(_model_without_memory(config))
+    return _renamed(get_model_conversion_mapping(_model_without_memory(config)), names)
+
+
+def names_in_whole(model_type: str, names: Iterable[str]) -> list[str]:
+    """The whole multimodal model's names for weights that are stored under these names."""
+    return _renamed(get_checkpoint_conversion_mapping(model_type) or [], names)  # type: ignore[no-untyped-call]
+
+
+def _renamed(mapping: Iterable[Any], names: Iterable[str]) -> list[str]:
     renamings = [one for one in mapping if type(one) is WeightRenaming]
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
 
@@ -171,7 +182,7 @@ def loaded_otherwise(
     if all are equal. Both are stored tensors by their names in files. The model's other weights take no memory.
     """
     with _on_meta():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        model = _made(config, dtype=dtype)
     found = [_loaded_by_transformers(model, dtype, tensors) for tensors in (theirs, ours)]
     return next((name for name, one in found[0].items() if not _are_same(one, found[1].get(name))), None)
 
@@ -194,9 +205,7 @@ def _are_same(one: Tensor, other: Tensor | None) -> bool:
 
 
 def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
-    """Weights of the model that are neither among these names nor formed from them. If two weights are tied, either may
-    be missing.
-    """
+    """Weights of the model that these names do not give. Of two tied weights either may be missing."""
     model = _model_without_memory(config)
     found = {*fused_names(model, names)}
     for pair in model.all_tied_weights_keys.items():
@@ -205,13 +214,6 @@ def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]
     passed = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return sorted(name for name in wanted - found if not any(pattern.search(name) for pattern in passed))
-
-
-def names_in_whole(model_type: str, names: Iterable[str]) -> list[str]:
-    """The whole multimodal model's names for weights that are stored under these names."""
-    mapping = get_checkpoint_conversion_mapping(model_type) or []  # type: ignore[no-untyped-call]
-    renamings = [one for one in mapping if type(one) is WeightRenaming]
-    return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
 
 
 def has_experts(config: PreTrainedConfig) -> bool:
@@ -271,13 +273,11 @@ def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -
     if splitting is not None:
         return _probe(config, splitting)
     key = type(config), config.to_json_string()
-    found = _probed.get(key)
-    if found is None:
-        found = _probe(config, None)
+    if key not in _probed:
         if len(_probed) >= _MOST_PROBED:
             _probed.clear()
-        _probed[key] = found
-    return found
+        _probed[key] = _probe(config, None)
+    return _probed[key]
 
 
 def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
@@ -329,9 +329,7 @@ def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerSha
 def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     model_class(config)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            copy.deepcopy(config), attn_implementation=PROBE, trust_remote_code=False
-        )
+        model = _made(config, attn_implementation=PROBE)
     except Exception as error:  # whatever the family's code stumbles over
         words = last_words(error)
         said = "" if _OF_CODE.search(words) else f" ({words})"
@@ -389,9 +387,7 @@ def _not_served(error: Exception, config: PreTrainedConfig) -> SpecDecError:
 
 @contextmanager
 def _distributions_unchecked() -> Iterator[None]:
-    """Keep torch's distributions from checking their parameters within the block: on `meta` they have no values
-    (Gemma 3n).
-    """
+    """Within the block torch's distributions do not check parameters, which have no values on `meta` (Gemma 3n)."""
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -486,11 +482,9 @@ def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str)
     quantized = take_quantized(state_dict, present)
     transposed = transposed_layers(config) if quantized else frozenset()
     state_dict |= placeholders(quantized, kind.dtype, transposed, _experts(config) if quantized else {})
-    pieces = (
-        placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), kind.dtype)
-        if splitting is not None
-        else {}
-    )
+    pieces = {}
+    if splitting is not None:
+        pieces = placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), kind.dtype)
     with MODEL_INIT_LOCK, quiet_transformers():
         model, report = own_class.from_pretrained(
             None,
@@ -562,7 +556,7 @@ class Step(nn.Module):
         self.model = model
         self.layers = layers_that_keep(model.config)
         self.stand_ins: list[int] | None = None
-        """For each layer the index of the pool that stands in for its own, if fewer pools than layers are given."""
+        """Index of the pool that stands in for each layer's own, if fewer pools than layers are given."""
 
     def forward(
         self,

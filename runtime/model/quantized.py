@@ -87,9 +87,7 @@ class QuantizedModule(nn.Module):
 
 
 class QuantizedLinear(QuantizedModule):
-    """A linear layer whose product a kernel computes if kernels are loaded; otherwise torch multiplies by the
-    dequantized weight.
-    """
+    """A linear layer: a kernel multiplies by the quantized weight, or torch by the dequantized weight."""
 
     def __init__(
         self, weight: QuantizedWeight, bias: nn.Parameter | None, activations: LayersActivations, *, with_kernels: bool
@@ -144,9 +142,7 @@ class QuantizedExperts(QuantizedModule):
         return replace(whole, **rows)
 
     def by_torch(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Product by torch, as the reference for the kernel: [S, outputs] for a few tokens `x` [S, inputs], each with
-        one expert.
-        """
+        """Product by torch, the kernel's reference: [S, outputs] from tokens [S, inputs], each with one expert."""
         weight = self._of(chosen).in_stored_order().view(len(chosen), self.out_features, self.in_features)
         read = self._rounded(self._ordered(x))
         return torch.einsum("soi,si->so", weight.to(read.dtype), read).to(x.dtype)

@@ -206,9 +206,7 @@ def _named_as_whole(tensors: list[SourceTensor], shapes: dict[str, tuple[int, ..
 
 
 def _check_names(pretrained: PreTrainedConfig, names: list[str], model_dir: Path, *, is_inside: bool) -> None:
-    """SpecDecError if weights of the model are missing. The weights of a language model inside another model may have
-    unknown names.
-    """
+    """SpecDecError if weights of the model are missing, or have unknown names inside another model."""
     missing = missing_weights(pretrained, names)
     if missing and is_inside:
         raise SpecDecError(
@@ -223,20 +221,14 @@ def _check_names(pretrained: PreTrainedConfig, names: list[str], model_dir: Path
 
 
 def _check_shapes(entries: list[SourceTensor], shapes: dict[str, tuple[int, ...]], model_dir: Path) -> None:
-    """SpecDecError for a tensor whose shape contradicts the config, or that has integers where the model has floats.
-    Names that transformers maps are skipped.
-    """
+    """SpecDecError for another shape than the config's, and for integers. Names that transformers maps are skipped."""
     for entry in entries:
         wanted = shapes.get(entry.name)
         if wanted is not None and not entry.is_float:
             raise SpecDecError(
-                f"`{entry.source_name}` is saved in {name_of_dtype(entry.dtype)}, without a config that says what its "
-                f"integers stand for: {model_dir}",
+                f"`{entry.source_name}` is saved in {str(entry.dtype).removeprefix('torch.')}, without a config that "
+                f"says what its integers stand for: {model_dir}",
                 hint="save the model in float32, float16 or bfloat16",
             )
         if wanted is not None and wanted != entry.shape:
             raise of_two_models(entry.source_name, entry.shape, wanted, model_dir)
-
-
-def name_of_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -146,9 +146,7 @@ class _Chunks:
     num_decays: int
 
     def parts(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views of a chunk's numbers: its state, keys [H, C, D], the tokens' additions [H, C, Dv], and sums of decays
-        [H, C, num_decays].
-        """
+        """Views: a chunk's state, keys [H, C, D], additions [H, C, Dv] and sums of decays [H, C, num_decays]."""
         D, Dv, C = self.key_dim, self.value_dim, self.size
         sizes = [D * Dv, C * D, C * Dv, C * self.num_decays]
         num_chunks = self.slot.shape[1] // sum(sizes)

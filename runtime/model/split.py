@@ -1,8 +1,5 @@
-"""A rank's model: it has a piece of each split weight, and computes the whole model's result together with the other
-ranks.
-"""
+"""A rank's model: it has a piece of each split weight, and all ranks together compute the whole model's result."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,18 +95,14 @@ def place_pieces(model: PreTrainedModel, splitting: Splitting, pieces: dict[str,
             if pieces is None:
                 piece = parameter.new_empty(splitting.form(name, tuple(parameter.shape)))
             else:
-                found = _names_of(model, parameter)
-                piece = next(pieces[one] for one in found if one in pieces)
+                shared = (name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter)
+                piece = next(pieces[one] for one in shared if one in pieces)
             placed[id(parameter)] = nn.Parameter(piece, requires_grad=False)
         layer_name, _, part = name.rpartition(".")
         layer = model.get_submodule(layer_name)
         setattr(layer, part, placed[id(parameter)])
         if part == "weight" and isinstance(layer, nn.Linear):
             layer.out_features, layer.in_features = placed[id(parameter)].shape
-
-
-def _names_of(model: PreTrainedModel, parameter: nn.Parameter) -> Iterator[str]:
-    return (name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter)
 
 
 def compute_together(model: PreTrainedModel, splitting: Splitting, *, shares_memory: bool) -> None:

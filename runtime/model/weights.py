@@ -58,7 +58,8 @@ def write_weights(
     For a tensor that equals one of the `known` tensors of another step, only that tensor's name is written. The parts
     are then made twice, since the file begins with the list of known tensors.
     """
-    shared = {name: other for part in parts() for name, other in _among(known, part)} if known else {}
+    found = ((name, _find(weight, known)) for part in parts() for name, weight in part.items()) if known else ()
+    shared = {name: other for name, other in found if other is not None}
     own = {name: form for name, form in layout.items() if name not in shared}
     written, awaited = _Written(path, own, shared), set(own)
     try:
@@ -150,9 +151,7 @@ def written_meanwhile() -> Iterator[Callable[[], None]]:
 
 
 def _header(layout: Layout, metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Length and header in safetensors' form, and each tensor's number of bytes in the file's order: the widest dtype
-    first.
-    """
+    """Header in safetensors' form with its length, and each tensor's bytes in the file's order, widest dtype first."""
     order = {name: number for number, name in enumerate(NUM_BITS)}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     sizes, end = dict[str, int](), 0
@@ -164,10 +163,6 @@ def _header(layout: Layout, metadata: dict[str, str]) -> tuple[bytes, dict[str, 
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded, sizes
-
-
-def _among(known: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    return ((name, other) for name, weight in weights.items() if (other := _find(weight, known)) is not None)
 
 
 def _find(weight: Tensor, known: Mapping[str, Tensor]) -> str | None:
