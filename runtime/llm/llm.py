@@ -117,7 +117,7 @@ class LLM:
             raise UsageError(f"no model is given: {model!r}", hint="give a directory, a GGUF file, a hub id or `demo`")
         if not isinstance(kv_cache, KVCacheConfig | None):
             raise UsageError(
-                f"kv_cache must be a KVCacheConfig: {kv_cache!r:.100}", hint="KVCacheConfig(max_tokens=4096)"
+                f"kv_cache must be a KVCacheConfig: {kv_cache!r:.100}", hint="write KVCacheConfig(max_tokens=4096)"
             )
         self.mode = mode
         self.reasoning_parser: str | None = None

@@ -219,7 +219,7 @@ def _shared(path: Path, metadata: dict[str, str], known: Mapping[str, Tensor]) -
 def _named(path: Path, names: dict[str, str], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The known tensors that the file names in place of its own."""
     if missing := sorted(set(names.values()) - set(known)):
-        _refuse(path, f"names {len(missing)} of the target's weights that it has not, such as: {missing[0]}")
+        _refuse(path, f"names {len(missing)} weights that the target does not have, such as: {missing[0]}")
     return {name: known[other] for name, other in names.items()}
 
 
@@ -257,7 +257,7 @@ def _check_layout(path: Path, found: Layout, wanted: Layout) -> None:
     if lacking:
         _refuse(path, f"lacks {len(lacking)} of the step's weights, such as: {lacking[0]}")
     if foreign:
-        _refuse(path, f"has {len(foreign)} weights that the step has not, such as: {foreign[0]}")
+        _refuse(path, f"has {len(foreign)} weights that the step does not take, such as: {foreign[0]}")
     for name, (dtype, shape) in wanted.items():
         if found[name] != (dtype, shape):
             _refuse(path, f"has {found[name][0]} {found[name][1]} where the step wants {dtype} {shape}: {name}")
