@@ -605,9 +605,10 @@ def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
 
 def why_positions_end(config: PreTrainedConfig) -> str:
     """Reason for the limit of `num_positions`, for an error."""
-    if num_positions(config) in (getattr(config, "max_position_embeddings", None), _positions_of_biases(config)):
+    limit = num_positions(config)
+    if limit in (getattr(config, "max_position_embeddings", None), _positions_of_biases(config)):
         return "the model has"
-    chooses = num_positions(config) == getattr(config, "index_topk", None)
+    chooses = limit == getattr(config, "index_topk", None)
     return "its attention sees before an index chooses among them" if chooses else "before its longrope factors change"
 
 
