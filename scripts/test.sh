@@ -7,14 +7,14 @@ cd "$(dirname "$0")/.."
 .venv/bin/ruff check .
 .venv/bin/ruff check --preview --select PLW1514 specdec_cli commands runtime # no file in the encoding of the locale
 .venv/bin/ruff format --check .
-nice -n 5 .venv/bin/mypy & # where the kernels, the collection and the tests leave a core idle
-types=$!
 unset PYTHONDONTWRITEBYTECODE # or every process that the tests start would compile the sources again
 # In a new environment each worker would compile all that the tests import, which takes three times as long as importing it.
 compgen -G '.venv/lib/python*/site-packages/transformers/models/llama/__pycache__' > /dev/null ||
     .venv/bin/pytest --collect-only -qq > /dev/null || true # what is wrong is said below
 if [ -n "${CI_KERNELS_LATER:-}" ]; then until [ -e .venv/kernels.done ]; do sleep 0.2; done; fi
 unset CI_KERNELS_LATER # tests install too
+nice -n 5 .venv/bin/mypy & # where the tests leave a core idle: the kernels leave none
+types=$!
 # Three workers, one more than the cores of a small machine: tests wait for processes. Each takes of the others' when it has
 # done its own.
 .venv/bin/pytest -n 3 --dist worksteal "$@"

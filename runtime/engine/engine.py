@@ -265,10 +265,9 @@ class Engine:
         """True if keys and values are kept on disk as well."""
         return self._disk is not None
 
-    def flush_disk(self) -> None:
-        """Wait until the K/V of released sequences are on disk."""
-        if self._disk is not None:
-            self._disk.flush()
+    def flush_disk(self) -> bool:
+        """Wait until the K/V of released sequences are on disk. False if some were left out since the last call."""
+        return self._disk is None or self._disk.flush()
 
     def keep_answer(self, vocabulary: str, salt: str | None, answer: Answer) -> None:
         """Keep an owner's answer on disk, for all engines with this vocabulary. Does nothing if K/V are not kept on

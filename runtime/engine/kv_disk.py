@@ -222,6 +222,7 @@ class KVDisk:
         self._num_copied_bytes = 0
         self._condition = threading.Condition()
         self._is_idle, self._is_closed = True, False
+        self._num_left_out = 0
         self._thread: threading.Thread | None = None
         self._check_size(directory, max_bytes, config)
         self._reader, self._writer = BlockStore(directory, max_bytes), BlockStore(directory)
@@ -392,6 +393,7 @@ class KVDisk:
             if self._is_closed:
                 return
             if len(self._jobs) >= _MOST_JOBS:
+                self._num_left_out += 1
                 self._tell(
                     "late",
                     f"K/V are computed faster than they are written to disk, and some are left out ({_MOST_JOBS} "
@@ -464,9 +466,13 @@ class KVDisk:
             self._num_copied_bytes += sum(map(len, waiting.data.values()))
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything is written; False if it takes longer."""
+        """Wait until nothing waits to be written. False if that takes longer, or if something was left out since the
+        last call, because other processes wrote for 20 s or because 256 sequences waited.
+        """
         with self._condition:
-            return self._condition.wait_for(lambda: self._is_idle and not self._jobs, timeout_s)
+            is_idle = self._condition.wait_for(lambda: self._is_idle and not self._jobs, timeout_s)
+            num_left_out, self._num_left_out = self._num_left_out, 0
+            return is_idle and not num_left_out
 
     def close(self) -> None:
         """Write everything that waits, for a minute at most, and end."""
@@ -491,9 +497,10 @@ class KVDisk:
             try:
                 if self._is_writing:
                     self._write(job)
-            except TimeoutError:
-                pass  # others have written for as long as one waits
+            except TimeoutError:  # other processes have written all the while
+                self._num_left_out += 1
             except Exception as error:  # whatever it is, requests are answered without the disk
+                self._num_left_out += 1
                 self._fail(self._writer, error)
             finally:
                 self._forget(job)

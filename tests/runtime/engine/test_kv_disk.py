@@ -4,7 +4,7 @@ import os
 import sqlite3
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +311,21 @@ def test_reading_stops_where_computing_is_faster(llama_uncompiled_dir: Path, tmp
         disk.rates.compute_s = 3.0
         answer(engine, PROMPT)
         assert engine.prompt_tokens.num_on_disk == 44
+
+
+def test_flush_says_whether_everything_is_on_disk(
+    llama_uncompiled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.core.block_store._WRITER_BUSY_S", 0.1)
+    with opened(llama_uncompiled_dir, tmp_path) as engine, closing(sqlite3.connect(tmp_path / FILE)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        answer(engine, PROMPT)
+        assert not engine.flush_disk()
+        other.rollback()
+        answer(engine, PROMPT)
+        assert engine.flush_disk()
+        engine.clear_cache()
+        assert answer(engine, PROMPT).stats.num_reused_tokens == 44
 
 
 def test_a_full_disk_stops_writing_and_nothing_else(llama_uncompiled_dir: Path, tmp_path: Path, said: Said) -> None:
