@@ -99,7 +99,7 @@ def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:
 
 
 def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model on `meta`, to be read only. The last one is kept, because a conversion asks for it eight times."""
+    """A model on `meta`, to be read only. The last model is kept, because a conversion asks for it eight times."""
     key = type(config), config.to_json_string()
     with _on_meta():
         if key not in _models:
@@ -429,7 +429,7 @@ class ModelKind:
     attention: str
     quantization: Quantization | None = None
     splitting: Splitting | None = None
-    """Split over ranks; if there is one, weights are those of one rank."""
+    """Split over ranks, of which the weights belong to one; None for a whole model."""
 
 
 def load_model(kind: ModelKind, weights: Path) -> PreTrainedModel:

@@ -395,7 +395,7 @@ def present(*those: nn.Module | Tensor) -> Iterator[None]:
 
 
 def tensors_of(those: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
-    """The tensors in `those`, and the tensors of the modules in it."""
+    """All tensors of an iterable of tensors and modules."""
     for one in those:
         if isinstance(one, nn.Module):
             yield from one.parameters()

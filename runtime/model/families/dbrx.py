@@ -11,7 +11,7 @@ from runtime.model.replaced import OwnForward
 
 
 class DbrxExperts(OwnForward):
-    """Experts whose weights are one matrix, one behind the other."""
+    """Experts whose weights are stacked in one matrix, [experts x inner size, hidden size]."""
 
     mlp: Any
     num_experts: int
