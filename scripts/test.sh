@@ -15,7 +15,8 @@ if [ -n "${CI_KERNELS_LATER:-}" ]; then until [ -e .venv/kernels.done ]; do slee
 unset CI_KERNELS_LATER # tests install too
 nice -n 5 .venv/bin/mypy & # where the tests leave a core idle: the kernels leave none
 types=$!
-# Three workers, one more than the cores of a small machine: tests wait for processes. Each takes of the others' when it has
-# done its own.
-.venv/bin/pytest -n 3 --dist worksteal "$@"
+# Two workers more than cores, and eight at most: tests wait for processes and files a quarter of their time. Each worker
+# takes of the others' tests when it has done its own.
+workers=$(($(nproc) + 2))
+.venv/bin/pytest -n $((workers < 8 ? workers : 8)) --dist worksteal "$@"
 wait "$types"

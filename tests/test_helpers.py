@@ -38,10 +38,10 @@ def test_a_fork_is_a_process_with_its_own_arguments_streams_and_signals(forks: F
     process.close()
 
 
-def test_an_engine_stands_still_at_a_gate_until_it_is_opened(gate: Gate, llama_uncompiled_dir: Path) -> None:
+def test_an_engine_stands_still_at_a_gate_until_it_is_opened(gate: Gate, llama_engine_dir: Path) -> None:
     """The drafter `gate:Waits` drafts nothing, and waits in its step number 4."""
     asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(llama_uncompiled_dir) as llm, ThreadPoolExecutor(1) as threads:
+    with LLM(llama_engine_dir) as llm, ThreadPoolExecutor(1) as threads:
         drafter = CustomDrafter("gate", "Waits")
         answer = threads.submit(llm.generate, "The dog", asked, drafter=drafter, draft_len_mode="fixed")
         wait_until(lambda: gate.is_reached)
@@ -50,9 +50,9 @@ def test_an_engine_stands_still_at_a_gate_until_it_is_opened(gate: Gate, llama_u
         assert len(answer.result()[0].token_ids) == 8
 
 
-def test_a_clock_goes_on_with_the_work_of_the_engine(work_clock: WorkClock, llama_uncompiled_dir: Path) -> None:
+def test_a_clock_goes_on_with_the_work_of_the_engine(work_clock: WorkClock, llama_engine_dir: Path) -> None:
     """A step of one token takes 2 layers x 1.05 ms, on any machine."""
-    with LLM(llama_uncompiled_dir) as llm:
+    with LLM(llama_engine_dir) as llm:
         before = time.perf_counter()
         (output,) = llm.generate([5], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
         seconds = time.perf_counter() - before

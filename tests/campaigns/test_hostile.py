@@ -13,10 +13,10 @@ NUM_CASES = 40
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, llama_uncompiled_dir: Path, llama_checkpoint_dir: Path) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, llama_engine_dir: Path, llama_checkpoint_dir: Path) -> Path:
     directory = tmp_path_factory.mktemp("hostile") / "home"
     forks.import_all()
-    hostile.make_home(directory, llama_uncompiled_dir, llama_checkpoint_dir)
+    hostile.make_home(directory, llama_engine_dir, llama_checkpoint_dir)
     return directory
 
 

@@ -32,9 +32,9 @@ def test_what_is_left_of_killed_commands_is_whole_or_absent(campaign: Campaign) 
     assert campaign.found["killed"] + campaign.found["done before it could be killed"] == num_kills
 
 
-def test_processes_that_share_keys_and_values_are_killed(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+def test_processes_that_share_keys_and_values_are_killed(llama_engine_dir: Path, tmp_path: Path) -> None:
     forks.import_all()
-    assert kill.SharedStore(llama_uncompiled_dir, tmp_path / "kv").kill(draws(40, 8)) == []
+    assert kill.SharedStore(llama_engine_dir, tmp_path / "kv").kill(draws(40, 5)) == []
 
 
 class InTheMiddle:

@@ -89,15 +89,15 @@ def test_engine_that_drafts_for_itself_ends_in_an_error_or_in_its_own_output(loo
         engine.check_books()
 
 
-def test_engines_of_one_directory_in_threads_have_the_outputs_of_one(llama_uncompiled_dir: Path) -> None:
+def test_engines_of_one_directory_in_threads_have_the_outputs_of_one(llama_engine_dir: Path) -> None:
     """Engines that read the same files of weights."""
     requests = [Request(i, (5 + i, 9, 5 + i, 9, 5 + i), 12) for i in range(4)]
-    with Engine.open(llama_uncompiled_dir) as engine:
+    with Engine.open(llama_engine_dir) as engine:
         alone = outputs(scheduler.generate(engine, requests))
     found: dict[int, dict[int, list[int]]] = {}
 
     def run(number: int) -> None:
-        with Engine.open(llama_uncompiled_dir) as engine:
+        with Engine.open(llama_engine_dir) as engine:
             found[number] = outputs(LOOPS[number % 2].generate(engine, requests, NgramLookup(2), 4))
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]

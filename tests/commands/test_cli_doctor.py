@@ -122,7 +122,7 @@ def test_weights_that_do_not_stay_what_they_were_are_diagnosed(ward: Ward, specd
 def test_others_that_compute_on_the_only_core_are_diagnosed(ward: Ward, specdec: Specdec) -> None:
     core = min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
-    with busy(5, core):
+    with busy(3, core):
         result = specdec(
             "doctor", "--engine-dir", ward.engine_dir, "--input-text", "a", "--max-output-len", 2, "--json"
         )

@@ -50,12 +50,12 @@ def test_outputs_are_of_the_form(
 
 
 def test_requests_of_a_batch_have_their_own_form_or_that_of_the_command(
-    specdec: Specdec, llama_uncompiled_dir: Path, files: None, tmp_path: Path
+    specdec: Specdec, llama_engine_dir: Path, files: None, tmp_path: Path
 ) -> None:
     own = {"prompt": "The dog", "max_tokens": 60, "response_format": {"type": "json_schema", "schema": SCHEMA}}
     rows: list[dict[str, Any]] = [{"prompt": "The dog"}, own, {"prompt": "The dog", "json_schema": {"type": "x"}}]
     Path("requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["batch", "-i", "requests.jsonl", "-o", "results.jsonl", "--engine-dir", llama_uncompiled_dir]
+    arguments = ["batch", "-i", "requests.jsonl", "-o", "results.jsonl", "--engine-dir", llama_engine_dir]
     result = specdec(*arguments, "--regex", "[ab]{3}", "--json")
     assert_valid("batch", result.document)
     assert result.document["settings"]["defaults"]["grammar"] == {"kind": "regex", "text": "[ab]{3}"}

@@ -59,32 +59,32 @@ def run(directory: Path, engine_dir: Path, environment: dict[str, str], *others:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, llama_uncompiled_dir: Path, process_environment: Any) -> bytes:
+def alone(tmp_path_factory: pytest.TempPathFactory, llama_engine_dir: Path, process_environment: Any) -> bytes:
     """The results of one process without Ray."""
     directory = tmp_path_factory.mktemp("alone")
     write(directory / "requests.jsonl", requests(40))
-    result = run(directory, llama_uncompiled_dir, process_environment)
+    result = run(directory, llama_engine_dir, process_environment)
     assert result.exit_code == 0, result.stderr
     return (directory / "results.jsonl").read_bytes()
 
 
 def test_two_local_workers_write_the_same_bytes(
-    alone: bytes, llama_uncompiled_dir: Path, process_environment: dict[str, str], tmp_path: Path
+    alone: bytes, llama_engine_dir: Path, process_environment: dict[str, str], tmp_path: Path
 ) -> None:
     write(tmp_path / "requests.jsonl", requests(40))
     flags = ["--ray", "local", "--num-workers", 2, "--ngram-config", "4,2", "--ngram-pool", "public", "--json"]
     flags += ["--draft-len-mode", "fixed"]  # automatic lengths follow from times
-    document = run(tmp_path, llama_uncompiled_dir, process_environment, *flags).document
+    document = run(tmp_path, llama_engine_dir, process_environment, *flags).document
     assert sum(document["workers"].values()) == 40 and document["num_draft_tokens"] > 0
     assert (tmp_path / "results.jsonl").read_bytes() == alone
     assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl", "results.jsonl"]
 
 
 def test_lost_machines_cost_nothing_but_time(
-    cluster: Any, llama_uncompiled_dir: Path, tmp_path: Path, alone: bytes
+    cluster: Any, llama_engine_dir: Path, tmp_path: Path, alone: bytes
 ) -> None:
     """One worker is killed and one machine taken away while they work; each request is answered once."""
-    job = job_of(llama_uncompiled_dir)
+    job = job_of(llama_engine_dir)
     requests_file = look_through(write(tmp_path / "requests.jsonl", requests(40)), job.digest())
     lines, workers = [], set()
     with connected(cluster.address):

@@ -33,12 +33,12 @@ EDIT = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def with_costs(llama_uncompiled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> EDIT:
+def with_costs(llama_engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> EDIT:
     """A copy of the engine with seconds of its steps by the tokens of a row; without any, if there are none."""
 
     def copy(seconds: Callable[[int], float] | None) -> Path:
         directory = tmp_path_factory.mktemp("priced") / "engine"
-        shutil.copytree(llama_uncompiled_dir, directory)
+        shutil.copytree(llama_engine_dir, directory)
         costs = json.loads((directory / "config.json").read_text())["step_costs"]
         edited = [cost | {"seconds": seconds(cost["num_tokens"])} for cost in costs] if seconds else []
         edit_json(directory / "config.json", step_costs=edited)

@@ -33,18 +33,18 @@ LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 @pytest.mark.parametrize("where", ["stdout", pytest.param("locale", marks=pytest.mark.slow)])
 def test_output_in_ascii_never_ends_in_a_traceback(
-    where: str, llama_uncompiled_dir: Path, llama_dir: Path, forks: Forks, tmp_path: Path
+    where: str, llama_engine_dir: Path, llama_dir: Path, forks: Forks, tmp_path: Path
 ) -> None:
     """Print in ASCII, with `--slow` in an ASCII locale too. Ruff's PLW1514 finds files that the locale would encode."""
     text = "÷ 日本 “a” – " + PROMPT
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(text + "\n", "utf-8")
-    engine, short = ["--engine-dir", llama_uncompiled_dir], ["--max-output-len", 8]
+    engine, short = ["--engine-dir", llama_engine_dir], ["--max-output-len", 8]
     drafts = ["--ngram-config", "4,2"]
     at = {name: tmp_path / name for name in ("traces", "receipts", "corpus", "ckpt", "page")}
     kept = ["--output-traces", at["traces"], "--receipts", at["receipts"], "--report", at["page"]]
     commands: list[list[object]] = [
-        ["run", llama_uncompiled_dir, text, *short, *drafts, "--stats", "detailed", "--show-tokens", *kept],
+        ["run", llama_engine_dir, text, *short, *drafts, "--stats", "detailed", "--show-tokens", *kept],
         ["corpus", "create", "--output", at["corpus"], "--tokenizer-dir", llama_dir, "--text", prompts],
         ["convert", llama_dir, "--output-dir", at["ckpt"]],
         ["chat", *engine],

@@ -88,15 +88,15 @@ Outcome = tuple[int, str, list[str]]
 @pytest.fixture(scope="module")
 def outcomes(
     process_environment: dict[str, str], shared: Path, llama_dir: Path, llama_checkpoint_dir: Path,
-    llama_uncompiled_dir: Path, articles: Path,
+    llama_engine_dir: Path, articles: Path,
 ) -> dict[str, Outcome]:  # fmt: skip
     """Exit code of each command line, what was on stderr, and which heavy modules were there."""
 
     def run_all(directory: Path) -> None:
         directory.mkdir()
-        for name, source in (("model", llama_dir), ("ckpt", llama_checkpoint_dir), ("engine", llama_uncompiled_dir)):
+        for name, source in (("model", llama_dir), ("ckpt", llama_checkpoint_dir), ("engine", llama_engine_dir)):
             shutil.copytree(source, directory / name)
-        shutil.copytree(llama_uncompiled_dir, directory / "bad-engine")
+        shutil.copytree(llama_engine_dir, directory / "bad-engine")
         shutil.copytree(llama_checkpoint_dir, directory / "bad-ckpt")
         (directory / "bad-engine" / "rank0.safetensors").write_bytes(b"")
         (directory / "bad-engine" / "tokenizer.json").unlink()

@@ -37,13 +37,13 @@ def says(engine_dir: Path, directory: Path, **values: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def penalized_dir(llama_uncompiled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return says(llama_uncompiled_dir, tmp_path_factory.mktemp("penalized") / "engine", **PENALTIES)
+def penalized_dir(llama_engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return says(llama_engine_dir, tmp_path_factory.mktemp("penalized") / "engine", **PENALTIES)
 
 
 @pytest.fixture(scope="module")
-def chatty_dir(llama_uncompiled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return says(llama_uncompiled_dir, tmp_path_factory.mktemp("chatty") / "engine", **SAMPLED)
+def chatty_dir(llama_engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return says(llama_engine_dir, tmp_path_factory.mktemp("chatty") / "engine", **SAMPLED)
 
 
 @pytest.fixture(scope="module")

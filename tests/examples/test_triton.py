@@ -50,11 +50,11 @@ def draft_dir(make_engine_dir: MakeEngineDir, tokenizer: PreTrainedTokenizerFast
 
 
 @pytest.fixture(scope="module")
-def server(llama_uncompiled_dir: Path, draft_dir: Path) -> Iterator[None]:
-    directories = {"specdec_target": llama_uncompiled_dir, "specdec_draft": draft_dir}
+def server(llama_engine_dir: Path, draft_dir: Path) -> Iterator[None]:
+    directories = {"specdec_target": llama_engine_dir, "specdec_draft": draft_dir}
     for name, directory in directories.items():
         SERVER[name] = Model(REPOSITORY / name, {"engine_dir": str(directory)})
-    SERVER["specdec_bls"] = Model(REPOSITORY / "specdec_bls", {"tokenizer_dir": str(llama_uncompiled_dir)})
+    SERVER["specdec_bls"] = Model(REPOSITORY / "specdec_bls", {"tokenizer_dir": str(llama_engine_dir)})
     yield
     for model in SERVER.values():
         model.finalize()
@@ -62,8 +62,8 @@ def server(llama_uncompiled_dir: Path, draft_dir: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def llm(llama_uncompiled_dir: Path) -> Iterator[LLM]:
-    with LLM(llama_uncompiled_dir) as opened:
+def llm(llama_engine_dir: Path) -> Iterator[LLM]:
+    with LLM(llama_engine_dir) as opened:
         yield opened
 
 

@@ -34,8 +34,8 @@ from runtime.loop.serving import Progress, RequestHandle, ServeRequest
 
 
 @pytest.fixture(scope="module")
-def llm(llama_uncompiled_dir: Path) -> Iterator[LLM]:
-    with LLM(llama_uncompiled_dir) as opened:
+def llm(llama_engine_dir: Path) -> Iterator[LLM]:
+    with LLM(llama_engine_dir) as opened:
         yield opened
 
 
@@ -135,7 +135,7 @@ def test_results_are_read_from_where_they_were_written(
     assert path.read_bytes() == b"".join(line + b"\n" for line in lines)
 
 
-def test_results_are_of_one_tokenizer(llama_uncompiled_dir: Path, llama_dir: Path, tmp_path: Path) -> None:
+def test_results_are_of_one_tokenizer(llama_engine_dir: Path, llama_dir: Path, tmp_path: Path) -> None:
     """Each of its files counts: another tokenizer makes other prompts, and other texts."""
     import shutil
 
@@ -143,15 +143,15 @@ def test_results_are_of_one_tokenizer(llama_uncompiled_dir: Path, llama_dir: Pat
     directory.mkdir()
     for path in llama_dir.glob("*token*"):
         shutil.copy(path, directory)
-    first = model_digest(llama_uncompiled_dir, directory)
-    assert model_digest(llama_uncompiled_dir, directory) == first
+    first = model_digest(llama_engine_dir, directory)
+    assert model_digest(llama_engine_dir, directory) == first
     for path in sorted(directory.iterdir()):
         before = path.read_text()
         path.write_text(before + " ")
-        assert model_digest(llama_uncompiled_dir, directory) != first, path.name
+        assert model_digest(llama_engine_dir, directory) != first, path.name
         path.write_text(before)
     (directory / "chat_template.jinja").write_text("x")
-    assert model_digest(llama_uncompiled_dir, directory) != first
+    assert model_digest(llama_engine_dir, directory) != first
 
 
 class Dying:

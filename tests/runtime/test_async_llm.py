@@ -30,8 +30,8 @@ SAMPLED = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=12, logprobs=1
 
 
 @pytest.fixture(scope="module")
-def llm(llama_uncompiled_dir: Path) -> Iterator[LLM]:
-    with LLM(llama_uncompiled_dir) as opened:
+def llm(llama_engine_dir: Path) -> Iterator[LLM]:
+    with LLM(llama_engine_dir) as opened:
         yield opened
 
 
@@ -64,13 +64,13 @@ def test_a_result_for_each_prompt_has_its_n_outputs(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, SuffixDrafter(), NgramDrafter(4, 2)], ids=["none", "suffix", "n-gram"])
-def test_async_results_grow_to_what_the_llm_generates(llm: LLM, llama_uncompiled_dir: Path, drafter: Any) -> None:
+def test_async_results_grow_to_what_the_llm_generates(llm: LLM, llama_engine_dir: Path, drafter: Any) -> None:
     asked = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
 
     async def work(asynchronous: AsyncLLM) -> list[list[RequestOutput]]:
         return await asyncio.gather(*(results_of(asynchronous, *one) for one in asked))
 
-    for (prompt, params), results in zip(asked, run(llama_uncompiled_dir, work, drafter=drafter), strict=True):
+    for (prompt, params), results in zip(asked, run(llama_engine_dir, work, drafter=drafter), strict=True):
         (expected,) = llm.generate(prompt, params)
         *earlier, last = results
         assert last.finished and not any(result.finished for result in earlier)
@@ -86,9 +86,7 @@ def test_async_results_grow_to_what_the_llm_generates(llm: LLM, llama_uncompiled
                 assert new.token_ids[: len(old.token_ids)] == old.token_ids and str(new.text).startswith(str(old.text))
 
 
-def test_request_that_is_aborted_or_left_ends_and_others_go_on(
-    llm: LLM, llama_uncompiled_dir: Path, gate: Gate
-) -> None:
+def test_request_that_is_aborted_or_left_ends_and_others_go_on(llm: LLM, llama_engine_dir: Path, gate: Gate) -> None:
     """The engine stands still in its fourth step until the first results were read, on the fastest machine too."""
     long = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 
@@ -113,12 +111,12 @@ def test_request_that_is_aborted_or_left_ends_and_others_go_on(
         return aborted, finished
 
     waits = CustomDrafter("gate", "Waits")
-    aborted, finished = run(llama_uncompiled_dir, work, drafter=waits, draft_len_mode="fixed")
+    aborted, finished = run(llama_engine_dir, work, drafter=waits, draft_len_mode="fixed")
     assert len(aborted) == 1 and not aborted[0].finished
     assert finished[-1].token_ids == llm.generate(PROMPTS[0], long)[0].token_ids
 
 
-def test_async_errors_are_raised_where_they_are_asked(llama_uncompiled_dir: Path) -> None:
+def test_async_errors_are_raised_where_they_are_asked(llama_engine_dir: Path) -> None:
     async def work(asynchronous: AsyncLLM) -> None:
         with pytest.raises(SpecDecError, match="500"):
             await results_of(asynchronous, [1] * 500, GREEDY)
@@ -128,10 +126,10 @@ def test_async_errors_are_raised_where_they_are_asked(llama_uncompiled_dir: Path
         with pytest.raises(SpecDecError, match="closed|shutting down"):
             await waiting
 
-    run(llama_uncompiled_dir, work)
+    run(llama_engine_dir, work)
 
 
-def test_vllms_arguments_are_ours_or_are_answered(llama_uncompiled_dir: Path) -> None:
+def test_vllms_arguments_are_ours_or_are_answered(llama_engine_dir: Path) -> None:
     asked: list[tuple[dict[str, Any], str]] = [
         ({"enforce_eager": True}, 'compiler="none"'),
         ({"gpu_memory_utilization": 0.5}, "free_gpu_memory_fraction=0.5"),
@@ -142,25 +140,25 @@ def test_vllms_arguments_are_ours_or_are_answered(llama_uncompiled_dir: Path) ->
     ]
     for options, answer in asked:
         with pytest.raises(UsageError, match=next(iter(options))) as raised:
-            LLM(llama_uncompiled_dir, **options)
+            LLM(llama_engine_dir, **options)
         assert answer in str(raised.value.hint)
-    LLM(llama_uncompiled_dir, mode="LEADER").close()  # type: ignore[arg-type]
+    LLM(llama_engine_dir, mode="LEADER").close()  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="max_batch_size and max_num_seqs"):
-        LLM(llama_uncompiled_dir, max_batch_size=2, max_num_seqs=3)
+        LLM(llama_engine_dir, max_batch_size=2, max_num_seqs=3)
     words = {"quantization": "none", "kv_cache_dtype": "FP8_E4M3", "dtype": "BFloat16", "draft_vocab": "Auto"}
     meant = {"quantization": None, "kv_cache_dtype": "fp8", "dtype": "bfloat16", "draft_vocab": "Auto"}
     assert own_names(words) == meant  # vLLM's words, and those of flags
     with pytest.raises(UsageError, match="kv_cache_dtype must be .*: 'fp9'") as refused:
-        LLM(llama_uncompiled_dir, kv_cache_dtype="fp9")  # type: ignore[arg-type]
+        LLM(llama_engine_dir, kv_cache_dtype="fp9")  # type: ignore[arg-type]
     of_flag = OPTIONS["kv_cache_dtype"][1].hint
     assert refused.value.hint == f"perhaps 'fp8'; or {of_flag}"
     with pytest.raises(UsageError, match="max_model_len and max_seq_len.*: 64, 96"):
-        LLM(llama_uncompiled_dir, max_model_len=64, max_seq_len=96)
-    with pytest.raises(UsageError, match="`prompt` or `prompt_token_ids`"), LLM(llama_uncompiled_dir) as llm:
+        LLM(llama_engine_dir, max_model_len=64, max_seq_len=96)
+    with pytest.raises(UsageError, match="`prompt` or `prompt_token_ids`"), LLM(llama_engine_dir) as llm:
         llm.generate({"prompt": "a", "multi_modal_data": {}})  # type: ignore[typeddict-unknown-key]
     drawn = []
     for seed in (1, 1, 2):
-        with LLM(llama_uncompiled_dir, seed=seed, max_num_seqs=2, max_model_len=64) as llm:
+        with LLM(llama_engine_dir, seed=seed, max_num_seqs=2, max_model_len=64) as llm:
             assert llm.get_tokenizer()(PROMPTS[0])["input_ids"] == llm.encode(PROMPTS[0])[0]
             drawn.append([llm.generate(PROMPTS[0], SamplingParams(temperature=2.0))[0].token_ids for _ in range(2)])
     assert drawn[0] == drawn[1] != drawn[2] and drawn[0][0] != drawn[0][1]

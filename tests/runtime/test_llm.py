@@ -189,10 +189,10 @@ def test_tokenizer_whose_texts_are_not_the_models_is_told(
 
 @pytest.mark.parametrize("edit", [lambda state: None, with_special_tokens_past_the_vocabulary])
 def test_tokenizer_with_the_models_words_is_not_told(
-    edit: Callable[[dict[str, Any]], Any], llama_uncompiled_dir: Path, tmp_path: Path
+    edit: Callable[[dict[str, Any]], Any], llama_engine_dir: Path, tmp_path: Path
 ) -> None:
     """Special tokens past the vocabulary too, which the model's own tokenizer has, as Gemma's has for images."""
-    shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
+    shutil.copytree(llama_engine_dir, tmp_path / "engine")
     other = edited_tokenizer(tmp_path / "engine", tmp_path / "other", edit)
     shutil.copy(other / "tokenizer.json", tmp_path / "engine")
     record_anew(tmp_path / "engine")
@@ -212,14 +212,14 @@ FOREIGN = {
 @pytest.mark.parametrize("has_own", [True, False])
 @pytest.mark.parametrize("name", FOREIGN)
 def test_tokenizer_with_ids_past_the_vocabulary_is_refused(
-    name: str, has_own: bool, llama_uncompiled_dir: Path, llama_dir: Path, tmp_path: Path, said: Said
+    name: str, has_own: bool, llama_engine_dir: Path, llama_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     """Beside a model without a tokenizer special ones alone are told: they may be the model's."""
     edit, value = FOREIGN[name]
-    engine = llama_uncompiled_dir
+    engine = llama_engine_dir
     if not has_own:
         engine = tmp_path / "engine"
-        shutil.copytree(llama_uncompiled_dir, engine)
+        shutil.copytree(llama_engine_dir, engine)
         for path in engine.glob("*tokenizer*"):
             path.unlink()
         record_anew(engine)
@@ -236,14 +236,14 @@ def test_tokenizer_with_ids_past_the_vocabulary_is_refused(
 
 @pytest.mark.parametrize("unknown", ["[UNK]", None])
 def test_tokenizer_that_loses_a_plain_text_is_refused(
-    unknown: str | None, llama_uncompiled_dir: Path, tmp_path: Path, said: Said
+    unknown: str | None, llama_engine_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     """One of three words makes nothing of a text, or fails on it."""
     words = Tokenizer(WordLevel({"a": 0, "b": 1, "[UNK]" if unknown else "c": 2}, unk_token=unknown))
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token=unknown).save_pretrained(tmp_path / "other")
     with pytest.raises(SpecDecError) as error:
-        LLM(llama_uncompiled_dir, tokenizer=tmp_path / "other")
+        LLM(llama_engine_dir, tokenizer=tmp_path / "other")
     said(error, "quick brown fox", str(tmp_path / "other"))
 
 

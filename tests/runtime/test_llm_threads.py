@@ -25,8 +25,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm(llama_uncompiled_dir: Path) -> Iterator[LLM]:
-    with LLM(llama_uncompiled_dir) as opened:
+def llm(llama_engine_dir: Path) -> Iterator[LLM]:
+    with LLM(llama_engine_dir) as opened:
         yield opened
 
 
@@ -54,22 +54,22 @@ def ids_of(llm: LLM, prompt: str = PROMPT, params: SamplingParams = GREEDY, **ho
     return llm.generate(prompt, params, **how)[0].token_ids
 
 
-def test_threads_get_what_each_gets_alone(llama_uncompiled_dir: Path) -> None:
+def test_threads_get_what_each_gets_alone(llama_engine_dir: Path) -> None:
     """A sample of `scripts/campaigns/llm_threads.py`."""
     kinds = {name: ask for name, ask in KINDS.items() if name != "draft model"}
-    with LLM(llama_uncompiled_dir) as llm:
+    with LLM(llama_engine_dir) as llm:
         assert faults_of(llm, expected(llm, kinds), 4, len(kinds)) == []
 
 
-def test_threads_share_a_cache_that_is_too_small_for_all(llama_uncompiled_dir: Path) -> None:
+def test_threads_share_a_cache_that_is_too_small_for_all(llama_engine_dir: Path) -> None:
     """There is room for one of them at a time, and none waits for ever."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    with LLM(llama_uncompiled_dir) as llm:
+    with LLM(llama_engine_dir) as llm:
         prompts = [f"{'dog ' * i}ball" for i in range(4)]
         alone = [ids_of(llm, prompt, params) for prompt in prompts]
         most = max(len(llm.encode(prompt)[0]) for prompt in prompts) + 30
     found: dict[int, list[int]] = {}
-    with LLM(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=most)) as llm:
+    with LLM(llama_engine_dir, kv_cache=KVCacheConfig(max_tokens=most)) as llm:
 
         def ask(i: int) -> None:
             if i % 2:
@@ -83,10 +83,10 @@ def test_threads_share_a_cache_that_is_too_small_for_all(llama_uncompiled_dir: P
     assert found == dict(enumerate(alone))
 
 
-def test_stream_that_nobody_reads_keeps_nobody_waiting(llama_uncompiled_dir: Path) -> None:
+def test_stream_that_nobody_reads_keeps_nobody_waiting(llama_engine_dir: Path) -> None:
     """It holds the blocks that the others need; read later, it goes on."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with LLM(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=96)) as llm:
+    with LLM(llama_engine_dir, kv_cache=KVCacheConfig(max_tokens=96)) as llm:
         alone, others = ids_of(llm, PROMPT, params), ids_of(llm, "Once", params)
         pieces = llm.stream(PROMPT, params)
         first = next(pieces)
@@ -132,8 +132,8 @@ class Fails:
     def forget(self, request_id: int) -> None: ...
 
 
-def test_failure_of_one_thread_is_its_own(llama_uncompiled_dir: Path) -> None:
-    with LLM(llama_uncompiled_dir, mode="orchestrator") as llm:
+def test_failure_of_one_thread_is_its_own(llama_engine_dir: Path) -> None:
+    with LLM(llama_engine_dir, mode="orchestrator") as llm:
         bad, good = llm.encode("Once")[0], llm.encode(PROMPT)[0]
         drafter, alone = Fails(bad[0], ValueError("broken")), ids_of(llm)
         assert good[0] != bad[0]
@@ -194,8 +194,8 @@ def test_ctrl_c_at_any_moment_leaves_the_engine_to_others(llm: LLM) -> None:
     assert ids_of(llm) == alone and llm.engine.cache_usage == 0
 
 
-def test_closed_by_another_thread_a_call_says_so(llama_uncompiled_dir: Path) -> None:
-    llm, messages, has_begun = LLM(llama_uncompiled_dir), list[str](), threading.Event()
+def test_closed_by_another_thread_a_call_says_so(llama_engine_dir: Path) -> None:
+    llm, messages, has_begun = LLM(llama_engine_dir), list[str](), threading.Event()
 
     def ask() -> None:
         try:
@@ -228,8 +228,8 @@ class Drops:
     def forget(self, request_id: int) -> None: ...
 
 
-def test_stream_that_is_collected_within_a_step_disturbs_nothing(llama_uncompiled_dir: Path) -> None:
-    with LLM(llama_uncompiled_dir) as llm:
+def test_stream_that_is_collected_within_a_step_disturbs_nothing(llama_engine_dir: Path) -> None:
+    with LLM(llama_engine_dir) as llm:
         alone, drafter = ids_of(llm), Drops()
         pieces = llm.stream(PROMPT, GREEDY, drafter=NgramDrafter())
         next(pieces)
@@ -318,8 +318,8 @@ print("ends")
 """
 
 
-def test_script_ends_without_a_word(llama_uncompiled_dir: Path) -> None:
+def test_script_ends_without_a_word(llama_engine_dir: Path) -> None:
     """The `LLM` is not closed, the generators are not read to their end, and a thread still asks."""
-    command = [sys.executable, "-c", _ENDS, str(llama_uncompiled_dir)]
+    command = [sys.executable, "-c", _ENDS, str(llama_engine_dir)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (result.returncode, result.stdout, result.stderr) == (0, "ends\n", "")

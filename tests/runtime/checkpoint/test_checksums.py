@@ -55,10 +55,10 @@ def test_digests_of_pieces_are_of_those_bytes_in_their_order(kept: Callable[[], 
 
 
 def test_engine_that_is_replaced_while_it_is_opened_is_an_error(
-    llama_uncompiled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+    llama_engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     """Replaced as by `build --force`: the directory is renamed away, and another of the same files takes its place."""
-    engine_dir = shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
+    engine_dir = shutil.copytree(llama_engine_dir, tmp_path / "engine")
     shutil.copytree(engine_dir, tmp_path / "new")
 
     def check_and_replace(bundle: object) -> None:
@@ -73,10 +73,10 @@ def test_engine_that_is_replaced_while_it_is_opened_is_an_error(
 
 
 def test_configuration_that_was_read_before_is_looked_at_again(
-    llama_uncompiled_dir: Path, tmp_path: Path, said: Said
+    llama_engine_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     """Its digest is kept by its text, and not by its name, size and times, which stay the same here."""
-    engine_dir = shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
+    engine_dir = shutil.copytree(llama_engine_dir, tmp_path / "engine")
     path = engine_dir / "config.json"
     text, stat = path.read_text(), path.stat()
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_configuration_that_was_read_before_is_looked_at_again(
         path.write_text(text)
 
 
-@pytest.mark.parametrize("source", ["llama_uncompiled_dir", "llama_checkpoint_dir"])
+@pytest.mark.parametrize("source", ["llama_engine_dir", "llama_checkpoint_dir"])
 def test_tokenizer_named_by_itself_is_compared_too(
     source: str, request: pytest.FixtureRequest, tmp_path: Path, said: Said
 ) -> None:

@@ -38,8 +38,8 @@ EXPRESSION = r"(the (dog|ball)( and )?){1,3}[0-9]{2,4}"
 
 
 @pytest.fixture(scope="module")
-def llm(llama_uncompiled_dir: Path) -> Iterator[LLM]:
-    with LLM(llama_uncompiled_dir) as opened:
+def llm(llama_engine_dir: Path) -> Iterator[LLM]:
+    with LLM(llama_engine_dir) as opened:
         yield opened
 
 

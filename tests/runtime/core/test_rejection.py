@@ -284,7 +284,9 @@ def make_drafter(name: str, dirs: dict[str, Path], engine: Engine, head_dirs: di
     return DraftModel(Engine.open(dirs[kind]), engine.config.vocab_size, use_logits=True)
 
 
-@pytest.mark.parametrize("drafter", ["similar by probabilities", "block by probabilities"])
+@pytest.mark.parametrize(
+    "drafter", [pytest.param("similar by probabilities", marks=pytest.mark.slow), "block by probabilities"]
+)
 def test_texts_follow_hugging_faces_distribution(
     drafter: str,
     models: dict[str, PreTrainedModel],

@@ -101,7 +101,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_drafts_are_the_formulas(form: str, model: PreTrainedModel, tmp_path: Path, make_engine_dir: Any) -> None:
     settings, saved_as = FORMS[form]

@@ -93,7 +93,7 @@ def python(site: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=HANG_S)
 
 
-def test_a_drafter_of_another_package_is_everywhere(tmp_path: Path, llama_uncompiled_dir: Path) -> None:
+def test_a_drafter_of_another_package_is_everywhere(tmp_path: Path, llama_engine_dir: Path) -> None:
     """Flags, lists, both modes, documents, schemas, reports, profiles, `tune`, requests to `serve` and
     Python have it; outputs stay the same.
     """
@@ -103,7 +103,7 @@ def test_a_drafter_of_another_package_is_everywhere(tmp_path: Path, llama_uncomp
     (tmp_path / "site" / "echo_algorithm.py").write_text(ALGORITHM)
     traces = tmp_path / "traces.jsonl"
     traces.write_text(json.dumps({"prompt_ids": [5, 6, 7], "output_ids": [7, 7, 7, 7, 8, 8, 9]}) + "\n")
-    done = python(tmp_path / "site", "-c", USE, llama_uncompiled_dir, traces, tmp_path)
+    done = python(tmp_path / "site", "-c", USE, llama_engine_dir, traces, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "of another package" not in done.stderr
     found = json.loads(done.stdout)

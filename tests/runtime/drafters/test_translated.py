@@ -96,7 +96,7 @@ def mixed_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_draft_model_in_other_ids_drafts_what_it_drafts_in_the_targets(mixed_draft: Path) -> None:
     """The shipped draft model, whose output is text; greedy, and with a seed."""
-    with LLM("demo", compiler="none") as llm:
+    with LLM("demo") as llm:
         for params in (
             SamplingParams(max_tokens=24, temperature=0),
             SamplingParams(max_tokens=24, temperature=0.7, seed=3),

@@ -34,7 +34,7 @@ A = list(range(3, 16))
 @pytest.fixture(params=["none", "aot"])
 def llama_engine(request: pytest.FixtureRequest) -> Engine:
     """The engine of fixture `llama`, blocks of 4, as it is and compiled."""
-    name = {"none": "llama_uncompiled_dir", "aot": "llama_engine_dir"}[request.param]
+    name = {"none": "llama_engine_dir", "aot": "llama_engine_dir"}[request.param]
     return Engine.open(request.getfixturevalue(name))
 
 
@@ -166,7 +166,7 @@ def greedy_continuation(model: PreTrainedModel, tokens: list[int], length: int) 
 @pytest.mark.parametrize("num_rejected", range(DRAFT_LEN + 1))
 @pytest.mark.parametrize("is_released", [False, True], ids=["kept", "released"])
 def test_rejected_draft_leaves_no_trace(
-    num_rejected: int, is_released: bool, llama_uncompiled_dir: Any, llama: PreTrainedModel
+    num_rejected: int, is_released: bool, llama_engine_dir: Any, llama: PreTrainedModel
 ) -> None:
     """Blocks of 4 and prompts of 5 to 8 tokens: the rejected part begins and ends at every offset of a block."""
     for prompt_len in (5, 6, 7, 8):
@@ -175,7 +175,7 @@ def test_rejected_draft_leaves_no_trace(
         num_accepted = DRAFT_LEN - num_rejected
         draft = Draft(right[:num_accepted] + [(token + 1) % llama.config.vocab_size for token in right[num_accepted:]])
 
-        engine, sequence = Engine.open(llama_uncompiled_dir), start(prompt)
+        engine, sequence = Engine.open(llama_engine_dir), start(prompt)
         assert engine._blocks.admit(sequence, 40) == []
         (verdict,) = judge(engine, [sequence], [draft])
         assert verdict.num_accepted == num_accepted
@@ -187,20 +187,20 @@ def test_rejected_draft_leaves_no_trace(
         assert sequence.num_computed == len(sequence.tokens) - 1
         (logits,) = logits_of(engine, [sequence], [[7, 8]])
 
-        fresh, again = Engine.open(llama_uncompiled_dir), start(sequence.tokens)
+        fresh, again = Engine.open(llama_engine_dir), start(sequence.tokens)
         assert fresh.admit(again) and again.num_computed == 0
         torch.testing.assert_close(logits, logits_of(fresh, [again], [[7, 8]])[0], **TOLERANCE)
         assert_equals_hf(llama, logits, sequence.tokens, [7, 8])
 
 
 def test_cache_that_memory_cannot_hold_is_an_error_with_the_numbers(
-    llama_uncompiled_dir: Any, monkeypatch: pytest.MonkeyPatch, said: Said
+    llama_engine_dir: Any, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     """A block of the tiny Llama: 4 tokens x 2 layers x 2 K/V heads x (8 + 8) x 4 bytes = 1024 bytes."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_024_000))
-    Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=999 * 4)).close()
+    Engine.open(llama_engine_dir, kv_cache=KVCacheConfig(max_tokens=999 * 4)).close()
     with pytest.raises(SpecDecError) as raised:
-        Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(max_tokens=1000 * 4))
+        Engine.open(llama_engine_dir, kv_cache=KVCacheConfig(max_tokens=1000 * 4))
     said(raised, "4000", "1.0")
 
 
@@ -232,9 +232,9 @@ REQUEST_ERRORS = [
 
 @pytest.mark.parametrize(("prompt", "max_new_tokens", "quoted"), REQUEST_ERRORS)
 def test_request_the_engine_cannot_serve_is_an_error(
-    prompt: list[int], max_new_tokens: int, quoted: tuple[int, ...], llama_uncompiled_dir: Any, said: Said
+    prompt: list[int], max_new_tokens: int, quoted: tuple[int, ...], llama_engine_dir: Any, said: Said
 ) -> None:
-    engine = Engine.open(llama_uncompiled_dir)
+    engine = Engine.open(llama_engine_dir)
     engine.check_request(Request(3, (5,) * 96, 64))  # just fits
     with pytest.raises(SpecDecError) as raised:
         engine.check_request(Request(3, tuple(prompt), max_new_tokens))
@@ -242,8 +242,8 @@ def test_request_the_engine_cannot_serve_is_an_error(
 
 
 @pytest.mark.parametrize("loop", [orchestrator, scheduler])
-def test_closed_engine_says_so(loop: Any, llama_uncompiled_dir: Path, said: Said) -> None:
-    engine = Engine.open(llama_uncompiled_dir)
+def test_closed_engine_says_so(loop: Any, llama_engine_dir: Path, said: Said) -> None:
+    engine = Engine.open(llama_engine_dir)
     sequence = start(A)
     assert engine.admit(sequence)
     steps = loop.generate(engine, [Request(1, (3, 4, 5), 9)], NgramLookup(2))

@@ -335,6 +335,7 @@ WEIGHTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     ("kind", "extra", "outputs", "inputs", "group_size", "bits"),

@@ -199,11 +199,11 @@ def test_a_head_that_was_not_there_shortens_what_is_found(make_engine_dir: MakeE
             assert bool(sequence.stats.num_draft_tokens) == (drafter is not None)
 
 
-def test_only_the_same_salt_finds_what_was_computed(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+def test_only_the_same_salt_finds_what_was_computed(llama_engine_dir: Path, tmp_path: Path) -> None:
     """Counts in memory and on disk, so that nothing depends on time. Names of salts are not in the file."""
     found = {}
     for place in ("memory", "disk"):
-        with opened(llama_uncompiled_dir, tmp_path / "kv") as engine:
+        with opened(llama_engine_dir, tmp_path / "kv") as engine:
             if place == "memory":
                 answer(engine, PROMPT, salt="alice's secret")
             for salt in (None, "bob", "alice", "alice's secret"):
@@ -224,25 +224,25 @@ def writing_elsewhere(directory: Path) -> Iterator[None]:
     other.close()
 
 
-def test_what_is_needed_for_others_is_written_before(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
+def test_what_is_needed_for_others_is_written_before(llama_engine_dir: Path, tmp_path: Path) -> None:
     """Blocks are overwritten while another process keeps the writer waiting."""
-    with opened(llama_uncompiled_dir, tmp_path, max_tokens=64) as engine:
+    with opened(llama_engine_dir, tmp_path, max_tokens=64) as engine:
         answer(engine, PROMPT, 2)
         engine.flush_disk()
         prompts = [[*PROMPT[i:], *PROMPT[:i]] for i in range(5, 25, 5)]
         with writing_elsewhere(tmp_path):
             for prompt in prompts:
                 answer(engine, prompt, 2)
-    with opened(llama_uncompiled_dir, tmp_path, max_tokens=64) as engine:
+    with opened(llama_engine_dir, tmp_path, max_tokens=64) as engine:
         for prompt in prompts:
             assert answer(engine, prompt, 2).stats.num_reused_tokens == 44
 
 
 def test_what_comes_faster_than_it_is_written_is_told_once(
-    llama_uncompiled_dir: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    llama_engine_dir: Path, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_disk, "_MOST_JOBS", 2)
-    with opened(llama_uncompiled_dir, tmp_path) as engine:
+    with opened(llama_engine_dir, tmp_path) as engine:
         answer(engine, PROMPT, 2)
         engine.flush_disk()
         with writing_elsewhere(tmp_path), warned("faster", "2 sequences") as told:
@@ -252,13 +252,13 @@ def test_what_comes_faster_than_it_is_written_is_told_once(
 
 
 @pytest.mark.parametrize("is_over", [True, False], ids=["all", "what was aborted"])
-def test_orchestrator_mode_writes_too(llama_uncompiled_dir: Path, tmp_path: Path, is_over: bool) -> None:
-    with opened(llama_uncompiled_dir, tmp_path) as engine:
+def test_orchestrator_mode_writes_too(llama_engine_dir: Path, tmp_path: Path, is_over: bool) -> None:
+    with opened(llama_engine_dir, tmp_path) as engine:
         steps = orchestrator.generate(engine, [request_of(PROMPT)])
         for num, _ in enumerate(steps):
             if not is_over and num == 5:
                 steps.close()
-    with opened(llama_uncompiled_dir, tmp_path) as engine:
+    with opened(llama_engine_dir, tmp_path) as engine:
         assert answer(engine, PROMPT, 1).stats.num_reused_tokens == 44
 
 
@@ -298,10 +298,10 @@ def test_others_get_their_tokens_while_blocks_are_read(
     torch.testing.assert_close(torch.stack(other.logits), torch.stack(expected.logits), atol=1e-3, rtol=1e-3)
 
 
-def test_reading_stops_where_computing_is_faster(llama_uncompiled_dir: Path, tmp_path: Path) -> None:
-    with opened(llama_uncompiled_dir, tmp_path) as engine:
+def test_reading_stops_where_computing_is_faster(llama_engine_dir: Path, tmp_path: Path) -> None:
+    with opened(llama_engine_dir, tmp_path) as engine:
         answer(engine, PROMPT)
-    with opened(llama_uncompiled_dir, tmp_path) as engine:
+    with opened(llama_engine_dir, tmp_path) as engine:
         disk = engine._disk
         assert disk is not None and disk.rates.read_s is None
         disk.rates.read_s, disk.rates.compute_s = 2.0, 1.0
@@ -314,10 +314,10 @@ def test_reading_stops_where_computing_is_faster(llama_uncompiled_dir: Path, tmp
 
 
 def test_flush_says_whether_everything_is_on_disk(
-    llama_uncompiled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama_engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runtime.core.block_store._WRITER_BUSY_S", 0.1)
-    with opened(llama_uncompiled_dir, tmp_path) as engine, closing(sqlite3.connect(tmp_path / FILE)) as other:
+    with opened(llama_engine_dir, tmp_path) as engine, closing(sqlite3.connect(tmp_path / FILE)) as other:
         other.execute("BEGIN IMMEDIATE")
         answer(engine, PROMPT)
         assert not engine.flush_disk()
@@ -328,8 +328,8 @@ def test_flush_says_whether_everything_is_on_disk(
         assert answer(engine, PROMPT).stats.num_reused_tokens == 44
 
 
-def test_a_full_disk_stops_writing_and_nothing_else(llama_uncompiled_dir: Path, tmp_path: Path, said: Said) -> None:
-    with opened(llama_uncompiled_dir, tmp_path) as engine:
+def test_a_full_disk_stops_writing_and_nothing_else(llama_engine_dir: Path, tmp_path: Path, said: Said) -> None:
+    with opened(llama_engine_dir, tmp_path) as engine:
         expected = answer(engine, PROMPT)
         engine.flush_disk()
         assert engine._disk is not None
@@ -346,13 +346,13 @@ def test_a_full_disk_stops_writing_and_nothing_else(llama_uncompiled_dir: Path, 
 
 
 def test_what_is_read_only_is_read(
-    llama_uncompiled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+    llama_engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
-    with opened(llama_uncompiled_dir, tmp_path) as engine:
+    with opened(llama_engine_dir, tmp_path) as engine:
         answer(engine, PROMPT)
     before = (tmp_path / FILE).read_bytes()
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write where others may not
-    with warned("read only") as told, opened(llama_uncompiled_dir, tmp_path, disk_bytes=10**8) as engine:
+    with warned("read only") as told, opened(llama_engine_dir, tmp_path, disk_bytes=10**8) as engine:
         assert answer(engine, PROMPT).stats.num_reused_tokens == 44
         answer(engine, PROMPT[1:])
     said(told[0], tmp_path)
@@ -389,10 +389,10 @@ WHEN = [(kind, is_open) for kind in DAMAGES for is_open in (False, True) if is_o
     ("kind", "while_open"), WHEN, ids=[f"{kind}-{'open' if is_open else 'closed'}" for kind, is_open in WHEN]
 )
 def test_what_is_damaged_is_told_once_and_computed_again(
-    kind: str, while_open: bool, llama_uncompiled_dir: Path, tmp_path: Path, said: Said
+    kind: str, while_open: bool, llama_engine_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     path = tmp_path / FILE
-    with opened(llama_uncompiled_dir, tmp_path) as engine:
+    with opened(llama_engine_dir, tmp_path) as engine:
         expected = answer(engine, PROMPT)
         engine.flush_disk()
         if not while_open:
@@ -400,7 +400,7 @@ def test_what_is_damaged_is_told_once_and_computed_again(
             damage(path, kind)
             parts = () if kind == "an empty file" else ("damaged", "computed again")  # an empty one is a new one
             with warned(*parts) as told:
-                engine = opened(llama_uncompiled_dir, tmp_path)
+                engine = opened(llama_engine_dir, tmp_path)
                 assert answer(engine, PROMPT).tokens == expected.tokens
         else:
             damage(path, kind)
@@ -412,14 +412,14 @@ def test_what_is_damaged_is_told_once_and_computed_again(
         engine.close()
     if told:
         said(told[0], "damaged", tmp_path)
-    with warned(), opened(llama_uncompiled_dir, tmp_path) as engine:
+    with warned(), opened(llama_engine_dir, tmp_path) as engine:
         again = answer(engine, PROMPT)
         assert again.stats.num_reused_tokens == 44
         assert again.tokens == expected.tokens
 
 
 def test_bad_directories_and_sizes_are_one_sentence_each(
-    llama_uncompiled_dir: Path, make_engine_dir: MakeEngineDir, tmp_path: Path, said: Said
+    llama_engine_dir: Path, make_engine_dir: MakeEngineDir, tmp_path: Path, said: Said
 ) -> None:
     for settings in (
         {"disk_bytes": 10**9},
@@ -427,13 +427,13 @@ def test_bad_directories_and_sizes_are_one_sentence_each(
         {"disk_dir": tmp_path, "disk_bytes": 10**5},
     ):
         with pytest.raises(SpecDecError) as raised:
-            Engine.open(llama_uncompiled_dir, kv_cache=KVCacheConfig(**settings))
+            Engine.open(llama_engine_dir, kv_cache=KVCacheConfig(**settings))
         said(raised)
-    with opened(llama_uncompiled_dir, tmp_path, disk_bytes=10**8) as engine:
+    with opened(llama_engine_dir, tmp_path, disk_bytes=10**8) as engine:
         answer(engine, PROMPT)
         engine.flush_disk()
         with warned("100.0 MB", "50.0 MB") as told:
-            opened(llama_uncompiled_dir, tmp_path, disk_bytes=5 * 10**7).close()
+            opened(llama_engine_dir, tmp_path, disk_bytes=5 * 10**7).close()
         said(told[0])
         assert engine._disk is not None and engine._disk._writer.max_bytes == 5 * 10**7
     with warned("other engines") as told:

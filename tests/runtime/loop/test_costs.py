@@ -98,8 +98,8 @@ def test_line_through_noise_never_gives_steps_for_nothing() -> None:
     assert model.step_s(1, 1, 1) == pytest.approx(0.004)
 
 
-def test_all_draft_lengths_are_measured_and_never_beyond_the_model(llama_uncompiled_dir: Path) -> None:
-    with Engine.open(llama_uncompiled_dir) as engine:
+def test_all_draft_lengths_are_measured_and_never_beyond_the_model(llama_engine_dir: Path) -> None:
+    with Engine.open(llama_engine_dir) as engine:
         costs = measure_steps(engine, max_s=math.inf)
         assert measure_steps(engine, math.inf, costs) == costs, "what is known is not measured again"
     build = engine.config.build_config
@@ -111,8 +111,8 @@ def test_all_draft_lengths_are_measured_and_never_beyond_the_model(llama_uncompi
     assert len({(c.batch_size, c.context_len, c.num_tokens) for c in costs}) == len(costs)
 
 
-def test_without_time_the_shortest_and_the_longest_row_are_measured(llama_uncompiled_dir: Path) -> None:
-    with Engine.open(llama_uncompiled_dir) as engine:
+def test_without_time_the_shortest_and_the_longest_row_are_measured(llama_engine_dir: Path) -> None:
+    with Engine.open(llama_engine_dir) as engine:
         costs = measure_steps(engine, max_s=0.0)
         longest = engine.max_draft_len + 1
     assert [(c.batch_size, c.num_tokens) for c in costs] == [(1, 1), (1, longest)]

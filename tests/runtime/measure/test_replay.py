@@ -114,7 +114,12 @@ def test_prompt_lookup_on_spec_bench_gives_the_published_figure(spec_bench: list
 
 @pytest.mark.parametrize(
     ("drafter", "figure"),
-    [("frequent", 1.5699), ("suffix", 1.5737), ("frequent, public", 1.6483), ("suffix, public", 1.6523)],
+    [
+        pytest.param("frequent", 1.5699, marks=pytest.mark.slow),
+        ("suffix", 1.5737),
+        ("frequent, public", 1.6483),
+        pytest.param("suffix, public", 1.6523, marks=pytest.mark.slow),
+    ],
 )
 def test_what_the_drafters_are_worth_on_a_quarter_of_spec_bench(
     drafter: str, figure: float, spec_bench: list[Trace]

@@ -69,10 +69,10 @@ def test_models_code_is_not_run_where_transformers_has_its_own(model_dir: Path, 
 
 
 def test_comparison_with_transformers_runs_no_code(
-    model_dir: Path, tmp_path: Path, llama_uncompiled_dir: Path, said: Said
+    model_dir: Path, tmp_path: Path, llama_engine_dir: Path, said: Said
 ) -> None:
     edit(model_dir / "config.json", model_type="alien")
-    with LLM(llama_uncompiled_dir) as llm:
+    with LLM(llama_engine_dir) as llm:
         question = Question(llm, llm.request_of(SamplingParams()))
         with pytest.raises(SpecDecError) as error:
             HuggingFace.load(model_dir, question)
@@ -81,13 +81,13 @@ def test_comparison_with_transformers_runs_no_code(
 
 
 def test_comparison_with_transformers_reads_no_pickle(
-    llama_dir: Path, tmp_path: Path, llama_uncompiled_dir: Path, said: Said
+    llama_dir: Path, tmp_path: Path, llama_engine_dir: Path, said: Said
 ) -> None:
     """And does not pass on how one would have it read."""
     shutil.copytree(llama_dir, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     torch.save({"weight": print}, tmp_path / "model" / "pytorch_model.bin")
-    with LLM(llama_uncompiled_dir) as llm:
+    with LLM(llama_engine_dir) as llm:
         question = Question(llm, llm.request_of(SamplingParams()))
         with pytest.raises(SpecDecError) as error:
             HuggingFace.load(tmp_path / "model", question)
