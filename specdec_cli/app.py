@@ -173,7 +173,9 @@ _START = (
 """Commands that `specdec --help` begins with."""
 _LONG = (run, chat, serve, batch, doctor, tune, summarize)
 """Commands with many flags, of which `--help` shows the common ones."""
-_CONFIGURED = (*_LONG, convert, build, train, check, regress, fingerprint, show)
+_COMPUTING = (*_LONG, convert, build, train, check, regress, fingerprint, drafters)
+"""Commands that compute by a model."""
+_CONFIGURED = (*(command for command in _COMPUTING if command is not drafters), show)
 """Commands with `--config`."""
 
 
@@ -209,7 +211,7 @@ class _Group(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """A command that takes TensorRT-LLM's flags without meaning here, and says so once."""
+    """A command that takes other programs' flags, and warns once of those that mean nothing here."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The short help of a command with many flags; for other commands, Typer's panels in the order of all commands.
@@ -303,7 +305,7 @@ class _Command(TyperCommand):
         _invoked.append(self.name or "")
         output = Output(*(bool(ctx.params.get(name)) for name in ("json", "quiet")))
         PROGRESS.set(output.byte_progress)
-        if self.name in _COMPUTING:
+        if self.name in {command.__name__ for command in _COMPUTING}:
             check_address_space()
         try:
             return super().invoke(ctx)
@@ -360,22 +362,6 @@ class _CommandWithRest(_Command):
         return rest
 
 
-_COMPUTING = {
-    "convert",
-    "build",
-    "run",
-    "chat",
-    "serve",
-    "batch",
-    "summarize",
-    "tune",
-    "train",
-    "doctor",
-    "drafters",
-    "check",
-    "regress",
-    "fingerprint",
-}
 _SHOWS_ALL = "specdec.shows_all_flags"
 
 
@@ -469,36 +455,13 @@ def _register(command: Callable[..., None], group: typer.Typer = app, name: str 
     group.command(name, cls=kind, epilog=epilog, context_settings=names)(shown)
 
 
-for _command in (
-    convert,
-    build,
-    run,
-    chat,
-    serve,
-    launch,
-    batch,
-    summarize,
-    compare,
-    tune,
-    train,
-    doctor,
-    drafters,
-    check,
-    regress,
-    fingerprint,
-    predict,
-    verify,
-    schema,
-):
-    _register(_command)
-for _corpus_command in (create, merge, stats):
-    _register(_corpus_command, corpus_app)
-_register(list_models, name="list")
-_register(pull)
-_register(rm)
-_register(list_engines, cache_app, "list")
-_register(prune, cache_app)
-_register(show, config_app)
+_IN_GROUPS = {
+    **dict.fromkeys((create, merge, stats), corpus_app),
+    **dict.fromkeys((list_engines, prune), cache_app),
+    show: config_app,
+}
+for _command in _EXAMPLES:
+    _register(_command, _IN_GROUPS.get(_command, app), "list" if _command in (list_models, list_engines) else None)
 
 
 def _print_version(asked: bool) -> None:

@@ -187,8 +187,8 @@ def test_nobody_imports_click() -> None:
 
 
 SPECS = (
-    "runtime.drafters.lists", "runtime.drafters.spec", "runtime.drafters.trtllm", "runtime.drafters.plugins",
-    "runtime.drafters.specs", "runtime.drafters.speculation",
+    "runtime.drafters.lists", "runtime.drafters.spec", "runtime.drafters.plugins", "runtime.drafters.specs",
+    "runtime.drafters.speculation",
 )  # fmt: skip
 
 

@@ -4,17 +4,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from commands.options.engine_flags import BuildEngineOptions, DraftOutputOptions
 from commands.options.expand import expand_groups
-from commands.options.shared import (
-    USUAL_CHECKPOINT,
-    USUAL_ENGINE,
-    CompareActivations,
-    Force,
-    check_has_more_bits,
-)
+from commands.options.shared import USUAL_CHECKPOINT, USUAL_ENGINE, CompareActivations, Force, check_has_more_bits
 from commands.output.help import INPUT, KV_CACHE, OUTPUT, RUNTIME, SPECULATION, option
 from commands.output.output import Output, check_new_directory, check_readable
 from runtime.builder.engine_options import EngineOptions, build_config_of
@@ -34,9 +28,6 @@ from runtime.checkpoint.config import (
 from runtime.drafters.heads.head_config import HeadConfig, read_head, states_of_heads
 from runtime.util.errors import UsageError
 from runtime.util.files import check_output_directory, check_output_is_not_input, directory_bytes
-
-if TYPE_CHECKING:
-    from runtime.builder.build import DraftSource
 
 MAX_WORKERS = 64
 
@@ -209,14 +200,6 @@ class BuildOptions:
             )
 
 
-def _choose_drafts(options: BuildOptions, checkpoint: OpenedCheckpoint) -> "DraftSource":
-    from runtime.builder.draft_ids import choose_drafts, warn_of_missing_ends
-
-    drafts = choose_drafts(options.draft_output.settings, options.heads, checkpoint)
-    warn_of_missing_ends(drafts, checkpoint)
-    return drafts
-
-
 @expand_groups
 def build(options: BuildOptions, output: Output) -> None:
     """Build a compiled engine from a checkpoint, and check its logits against transformers before writing it.
@@ -237,16 +220,18 @@ def build(options: BuildOptions, output: Output) -> None:
     from commands.build.report import BuildDocument, built_table
     from runtime.builder.build import BuildEffort, build_engine, positions_of
     from runtime.builder.choosing import compiler_for, without_kernels
+    from runtime.builder.draft_ids import choose_drafts, warn_of_missing_ends
     from runtime.builder.quality import demo_text, measure_quality, quality_text, record_quality
     from runtime.engine.engine import resolve_device
     from runtime.measure.activations import compare_at_build
 
     checkpoint_dir, output_dir = options.checkpoint_dir, options.output_dir
-    drafts = _choose_drafts(options, OpenedCheckpoint(checkpoint_dir, checkpoint))
+    opened = OpenedCheckpoint(checkpoint_dir, checkpoint)
+    drafts = choose_drafts(options.draft_output.settings, options.heads, opened)
+    warn_of_missing_ends(drafts, opened)
     text = quality_text(checkpoint, options.quality_text)
     target = resolve_device(options.device, 0)
-    positions = positions_of(OpenedCheckpoint(checkpoint_dir, checkpoint))
-    max_seq_len = options.engine.max_seq_len or usual_max_seq_len(positions)
+    max_seq_len = options.engine.max_seq_len or usual_max_seq_len(positions_of(opened))
     compiler = compiler_for(target, options.engine.compiler)
     if options.engine.compiler is None:
         compiler = without_kernels(compiler)
@@ -269,10 +254,8 @@ def build(options: BuildOptions, output: Output) -> None:
             config = record_quality(output_dir, config, measure_quality(checkpoint_dir, *text))
         in_eight_bits = None
         if options.compare_activations:
-            opened = OpenedCheckpoint(checkpoint_dir, checkpoint)
-            in_eight_bits = compare_at_build(
-                opened, output_dir, settings, demo_text() if text is None else text[0], phase
-            )
+            compared_on = demo_text() if text is None else text[0]
+            in_eight_bits = compare_at_build(opened, output_dir, settings, compared_on, phase)
     phase_times.end()
     elapsed, size = time.perf_counter() - start, directory_bytes(output_dir)
     if config.compiler_note:

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import Field
 from rich.table import Table
 
 from commands.build.report import described
-from commands.cache.report import used_at
+from commands.cache.report import iso_time, used_at
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output, megabytes
 from runtime.checkpoint.bundle import read_bundle
@@ -97,13 +96,13 @@ def list_document(models: list[CachedModel], downloaded: list[LocalModel]) -> di
             format=model.format,
             num_engines=len(model.engines),
             num_bytes=engines_bytes(model.engines),
-            used=_written(model.used_s),
+            used=iso_time(model.used_s),
             in_use=model.is_used,
         )
         for model in models
     ]
     num_bytes = engines_bytes(engine for model in models for engine in model.engines)
-    of_hub = [HubModelRecord(model=one.name, num_bytes=one.num_bytes, used=_written(one.used_s)) for one in downloaded]
+    of_hub = [HubModelRecord(model=one.name, num_bytes=one.num_bytes, used=iso_time(one.used_s)) for one in downloaded]
     document = ListDocument(
         **document_head("list"),
         models=records,
@@ -112,10 +111,6 @@ def list_document(models: list[CachedModel], downloaded: list[LocalModel]) -> di
         max_bytes=max_cache_bytes(),
     )
     return document.as_json()
-
-
-def _written(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s).astimezone().isoformat(timespec="seconds")
 
 
 def _show_downloaded(downloaded: list[LocalModel], output: Output) -> None:

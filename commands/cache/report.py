@@ -66,15 +66,13 @@ def cache_list_document(engines: list[CachedEngine], others: int, kept: Kept | N
 
 def _kept_record(kept: Kept) -> KeptRecord:
     engines = [
-        KeptEngineRecord(
-            model=one.model, num_owners=one.num_owners, num_bytes=one.num_bytes, used=_iso_time(one.used_s)
-        )
+        KeptEngineRecord(model=one.model, num_owners=one.num_owners, num_bytes=one.num_bytes, used=iso_time(one.used_s))
         for one in kept.engines
     ]
     return KeptRecord(path=str(kept.directory), num_bytes=kept.num_bytes, max_bytes=kept.max_bytes, engines=engines)
 
 
-def _iso_time(time_s: float) -> str:
+def iso_time(time_s: float) -> str:
     return datetime.fromtimestamp(time_s).astimezone().isoformat(timespec="seconds")
 
 
@@ -85,7 +83,7 @@ def cache_prune_document(removed: list[CachedEngine], left: int, is_dry_run: boo
 
 
 def _record(engine: CachedEngine) -> CachedEngineRecord:
-    used = _iso_time(engine.used_s)
+    used = iso_time(engine.used_s)
     return CachedEngineRecord(path=str(engine.path), num_bytes=engine.num_bytes, used=used, in_use=engine.is_used)
 
 
@@ -93,7 +91,8 @@ def show_cache(engines: list[CachedEngine], others: int, output: Output) -> None
     table = Table("engine", "size", "used last", "in use", title=str(cache_dir()))
     table.columns[1].justify = "right"
     for engine in engines:
-        table.add_row(engine.path.name, megabytes(engine.num_bytes), _date(engine), "yes" if engine.is_used else "")
+        size, used = megabytes(engine.num_bytes), "yes" if engine.is_used else ""
+        table.add_row(engine.path.name, size, used_at(engine.used_s), used)
     if engines:
         output.result(table)
     size = megabytes(engines_bytes(engines))
@@ -118,13 +117,9 @@ def show_pruned_store(freed: int, left: int, is_dry_run: bool, output: Output) -
 
 def show_pruned(removed: list[CachedEngine], freed: int, left: int, is_dry_run: bool, output: Output) -> None:
     for engine in removed:
-        output.result(f"{engine.path.name}  {megabytes(engine.num_bytes)}, used last {_date(engine)}")
+        output.result(f"{engine.path.name}  {megabytes(engine.num_bytes)}, used last {used_at(engine.used_s)}")
     done = "would be removed" if is_dry_run else "removed"
     output.result(f"{_number(removed)} {done}, {megabytes(freed)}; {megabytes(left)} of engines left")
-
-
-def _date(engine: CachedEngine) -> str:
-    return used_at(engine.used_s)
 
 
 def used_at(time_s: float) -> str:

@@ -16,7 +16,7 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular
 
 _MOST_RESULT = 1 << 16
-"""Number of characters of a function's result that the model gets."""
+"""Most characters of a function's result that the model gets."""
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ from commands.options.hints import hint_of, message_of
 from commands.output.documents.settings import Setup
 from commands.output.output import Output, fail, milliseconds, note, number, visible, warn
 from commands.output.tables.drafts import Mark, mark_for_stdout, marked_text
+from commands.run.flags import DEFAULT_OUTPUT_LEN
 from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import Grammar
 from runtime.core.request import Request, Sequence
 from runtime.measure.text_steps import output_pieces
+from runtime.model.pretrained import num_positions, parse_pretrained_config
 from runtime.text.call_formats import named_tool_format
 from runtime.text.call_grammar import Calls, SpecialIds, call_grammar
 from runtime.text.chat import Message, TemplateInputs
@@ -177,11 +179,6 @@ class Conversation:
             self.messages.append({"role": "tool", "tool_call_id": f"call{i}", "name": name, "content": gave})
         return are_allowed
 
-    @property
-    def _more_room(self) -> str:
-        given = "build an engine with more room" if self.setup.llm.bundle.model is None else "give more room"
-        return f"{given}: `--max-seq-len`"
-
     def _request(self) -> Request:
         """Request for the conversation, with as many tokens as fit."""
         llm = self.setup.llm
@@ -191,9 +188,13 @@ class Conversation:
         longest = min(build.max_input_len, build.max_request_len - 1)
         if len(prompt) > longest:
             said_before = len(self.messages) > 1 + (self.system is not None)
+            config, needed = llm.bundle.config, len(prompt) + (self.setup.params.max_tokens or DEFAULT_OUTPUT_LEN)
+            positions = num_positions(parse_pretrained_config(config.pretrained_config, "config.json")) or needed
+            given = "build an engine with more room" if llm.bundle.model is None else "give more room"
+            more_room = f", or {given}: `--max-seq-len {min(needed, positions)}`" if len(prompt) < positions else ""
             raise SpecDecError(
                 f"the conversation is longer than the engine takes ({longest} tokens): {len(prompt)}",
-                hint="/reset begins another" if said_before else f"say less, or {self._more_room}",
+                hint="/reset begins another" if said_before else f"say less{more_room}",
             )
         request = llm.after_thinking(template.with_prompt(0, prompt, 0))
         request = replace(request, grammar=self._grammar(request))
@@ -301,9 +302,7 @@ def _box(name: str, arguments: str) -> Panel:
 
 
 def is_allowed() -> bool:
-    """Ask whether a call may run. True for `y` or `yes`; the answer is shown on a line of its own if input is not a
-    terminal.
-    """
+    """True if the user allows a call, by `y` or `yes`. On a terminal the user is asked; otherwise a line is read."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         try:
             return typer.confirm("call it?", default=False)

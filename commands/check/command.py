@@ -11,11 +11,11 @@ def check(options: CheckOptions, target: TargetOptions, output: Output) -> None:
     """Check answers by their receipts: would this engine have given these tokens?
 
     Each answer is computed in one pass, as a long draft, which is quicker than generating it. The first token that is
-    not the engine's is named, with its probability, rank and gap. Exits with 1 if an answer is wrong, or cannot be
-    checked.
+    not the engine's is named, with its probability, rank and gap. Exits with 1 if an answer is wrong or unlikely,
+    cannot be checked, or comes from another engine.
     """
     options, target = options.without_model(target)
-    options.check(output)
+    options.check()
     choice = target.choose()
 
     from commands.check.work import check_receipts

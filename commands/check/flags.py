@@ -11,7 +11,7 @@ from commands.options.model_word import model_among
 from commands.options.settings import is_setting
 from commands.options.shared import Report
 from commands.output.help import INPUT, option
-from commands.output.output import Output, check_output_files, check_readable, check_report
+from commands.output.output import check_output_files, check_readable, check_report
 from runtime.proof.records import Rule
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.reading import has_lines
@@ -52,9 +52,7 @@ class CheckOptions:
     report: Report = None
 
     def without_model(self, target: TargetOptions) -> "tuple[CheckOptions, TargetOptions]":
-        """The paths of receipts without the model, and the target with the model that may be among the paths.
-        UsageError if there is a model and no receipts.
-        """
+        """Receipts, and the target that may be named among their paths. UsageError for a model without receipts."""
         given = {"model_dir": target.model_dir, "engine_dir": target.engine_dir}
         has_flag = any(value is not None and not is_setting(name) for name, value in given.items())
         model, files = model_among(list(map(str, self.receipts)), has_flag=has_flag)
@@ -66,7 +64,7 @@ class CheckOptions:
             )
         return replace(self, receipts=[Path(file) for file in files]), target.named(model)
 
-    def check(self, output: Output) -> None:
+    def check(self) -> None:
         """SpecDecError for files that cannot be read or written."""
         check_report(self.report)
         inputs = [*self.receipts, *([] if self.answers is None else [self.answers])]

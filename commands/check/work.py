@@ -21,7 +21,6 @@ from commands.output.documents.records import measured_head
 from commands.output.documents.settings import EngineRecord
 from commands.output.html.page import page, with_bits, write_page
 from commands.output.output import Output, number
-from commands.output.progress import Advance
 from runtime.llm import LLM
 from runtime.proof.receipts import Answers, Read, num_lines, read_receipts
 from runtime.proof.records import (
@@ -50,7 +49,7 @@ _RULES: dict[Rule, str] = {"tokens": "by tokens", "rounding": "within rounding",
 
 @dataclass
 class Checked:
-    """Counts of a check, and the answers that are wrong or could not be checked."""
+    """Counts of a check, and the answers that did not pass: wrong, unlikely, or not checked."""
 
     fingerprint: Fingerprint
     """Fingerprint of this engine."""
@@ -61,7 +60,7 @@ class Checked:
     wall_s: float = 0.0
     findings: list[Finding] = field(default_factory=list)
     shown: list[tuple[Finding, Receipt | None]] = field(default_factory=list)
-    """The first findings that are shown, with their receipts."""
+    """The findings that the page shows, the first 200, with their receipts."""
     num_left_out: int = 0
     differences: dict[Relation, list[str]] = field(default_factory=dict)
     """Differences between this engine and the engine of the first receipt that has any, by relation."""
@@ -100,8 +99,7 @@ def check_receipts(options: CheckOptions, choice: EngineChoice, output: Output) 
         document = _document(llm, options, checked)
         _show(document, checked, output)
         if options.report is not None:
-            write_page(options.report, check_page(document, checked.shown, llm))
-            output.result(f"report written: {options.report}")
+            write_page(options.report, check_page(document, checked.shown, llm), output)
     output.document(document.as_json())
     if not document.passed:
         raise typer.Exit(1)
@@ -111,7 +109,7 @@ def _check(llm: LLM, options: CheckOptions, output: Output) -> Checked:
     answers = {} if options.answers is None else _answers(options.answers, llm)
     checked, checker = Checked(llm.fingerprint), llm.checker(options.rule)
     total = sum(map(num_lines, options.receipts))
-    reads: list[Read] = []  # those on their way
+    reads: list[Read] = []  # receipts that were given to the checker, and have no finding yet
 
     def on_their_way() -> Iterator[Read]:
         for read in chain.from_iterable(read_receipts(path, answers) for path in options.receipts):
@@ -122,18 +120,14 @@ def _check(llm: LLM, options: CheckOptions, output: Output) -> Checked:
     with output.progress("checking", total) as advance:
         for finding in checker.check(on_their_way()):
             checked.add(finding, reads.pop(0))
-            _advance(advance, checked)
+            wrong = sum(checked.verdicts[one] for one in ("wrong", "unlikely", "not_checked"))
+            advance(1, f"{wrong:,} wrong" if wrong else "")
     checked.wall_s = time.perf_counter() - start
     if not checked.num_answers:
         raise SpecDecError(
             f"there is no receipt in: {options.receipts[0]}", hint="`run --receipts FILE` writes receipts"
         )
     return checked
-
-
-def _advance(advance: Advance, checked: Checked) -> None:
-    wrong = sum(checked.verdicts[one] for one in ("wrong", "unlikely", "not_checked"))
-    advance(1, f"{wrong:,} wrong" if wrong else "")
 
 
 def _answers(path: Path, llm: LLM) -> Answers:

@@ -39,6 +39,5 @@ def compare(
     document = compare_document(a, b, document_a, document_b)
     show(document, output)
     if report is not None:
-        write_page(report, compare_page(document, document_a, document_b))
-        output.result(f"report written: {report}")
+        write_page(report, compare_page(document, document_a, document_b), output)
     output.document(document.as_json())

@@ -1,16 +1,20 @@
 """Output of `config show`: the values of flags, and where they come from."""
 
 import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 from rich.table import Table
 
+from commands.options.expand import filled
+from commands.options.leader_flags import LeaderOptions, check_has_drafter
 from commands.options.parameters import NOT_IN_FILES, SECRET, commands_of
-from commands.options.settings import VARIABLES, Held, home_file, settings_of
+from commands.options.settings import ORIGINS, VARIABLES, Held, home_file, settings_of, told_origin
+from commands.options.speculation_flags import SpeculationOptions
 from commands.options.spellings import normalize_name
 from commands.output.documents.records import Head, Record, document_head
-from commands.output.output import Output
+from commands.output.output import Output, warn
 from runtime.util.errors import UsageError
 from runtime.util.words import nearest, word_among
 
@@ -39,25 +43,38 @@ def settings_of_one(context: Any, name: str) -> list[SettingRecord]:
         near = nearest(name, commands)
         hint = f"perhaps `{near}`" if near else "`specdec --help` lists the commands"
         raise UsageError(f"there is no command of this name: {name}", hint=hint)
-    return [*_settings(context, known, commands[known], with_defaults=True), *_variables()]
+    shown, held = settings_of(context, known, commands[known])
+    if "spec_decode_algo" in shown.params:
+        _tell_lack_of_drafter(known, shown.params, held)
+    return [*_records(commands[known], shown, held, with_defaults=True), *_variables()]
+
+
+def _tell_lack_of_drafter(command: str, values: Mapping[str, Any], held: Mapping[str, Held]) -> None:
+    """Warn of settings for a drafter, such as a draft length, if no setting chooses a drafter: the command with no
+    other flags would refuse them.
+    """
+    token = ORIGINS.set(held)
+    try:
+        check_has_drafter(filled(SpeculationOptions, values), filled(LeaderOptions, values))
+    except UsageError as error:
+        warn(f"`specdec {command}` by these settings alone: {told_origin(error.message)}; {error.hint}")
+    finally:
+        ORIGINS.reset(token)
 
 
 def settings_of_all(context: Any) -> list[SettingRecord]:
     """Settings that variables and files hold for any command."""
     found: dict[tuple[str, str, str], SettingRecord] = {}
     for name, command in commands_of(context).items():
-        for one in _settings(context, name, command, with_defaults=False):
-            flag = normalize_name(
-                one.name.removeprefix("--")
-            )  # `summarize` calls `--max-output-len` otherwise: one row
+        for one in _records(command, *settings_of(context, name, command), with_defaults=False):
+            flag = normalize_name(one.name.removeprefix("--"))  # one row, also of `summarize --output-len`
             key = (flag, one.value, one.origin)
             if key not in found or one.name == f"--{flag}":
                 found[key] = one
     return [*found.values(), *_variables()]
 
 
-def _settings(parent: Any, name: str, command: Any, *, with_defaults: bool) -> list[SettingRecord]:
-    context, held = settings_of(parent, name, command)
+def _records(command: Any, context: Any, held: Mapping[str, Held], *, with_defaults: bool) -> list[SettingRecord]:
     options = [one for one in command.params if one.param_type_name == "option" and one.name not in NOT_IN_FILES]
     return [
         _record(param, context.params[param.name], held.get(param.name))

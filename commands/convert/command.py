@@ -60,8 +60,7 @@ class ConvertOptions:
     @property
     def source(self) -> str:
         """The model to convert. UsageError if no model is named, or two models are."""
-        if self.model is not None:
-            named_by(self.model, self.model_dir, None)
+        named_by(self.model, self.model_dir, None)
         source = self.model or self.model_dir
         if source is None:
             raise UsageError(
@@ -70,7 +69,9 @@ class ConvertOptions:
         return source
 
     def check(self) -> None:
-        """UsageError for two flags that say the same, for a flag without effect, or for an unknown format."""
+        """UsageError for two flags that say the same, for a flag without effect, or for a group size that there is
+        not.
+        """
         self.engine.check()
         if self.pp_size != 1:
             raise UsageError(

@@ -35,13 +35,7 @@ class CorpusDocument(Record):
 
 
 def ngram_record(counts: NgramCounts) -> NgramRecord:
-    return NgramRecord(
-        ngram_size=counts.ngram_size,
-        num_occurrences=counts.num_occurrences,
-        num_distinct=counts.num_distinct,
-        num_repeated=counts.num_repeated,
-        mean_occurrences=counts.num_occurrences / counts.num_distinct,
-    )
+    return NgramRecord(**vars(counts), mean_occurrences=counts.num_occurrences / counts.num_distinct)
 
 
 def corpus_document(corpus: Corpus, ngrams: list[NgramRecord] | None = None) -> dict[str, Any]:
@@ -62,19 +56,13 @@ def corpus_document(corpus: Corpus, ngrams: list[NgramRecord] | None = None) -> 
 
 def show_written(corpus: Corpus, output: Output) -> None:
     info = corpus.info
-    output.result(
-        f"Corpus of {info.num_tokens:,} tokens in {info.num_documents:,} {_plural(info.num_documents, 'document')}: "
-        f"{_size(corpus)} → {corpus.path}"
-    )
+    documents = "1 document" if info.num_documents == 1 else f"{info.num_documents:,} documents"
+    output.result(f"Corpus of {info.num_tokens:,} tokens in {documents}: {_size(corpus)} → {corpus.path}")
     output.document(corpus_document(corpus))
 
 
 def _size(corpus: Corpus) -> str:
     return megabytes(corpus.num_bytes) if corpus.num_bytes >= 100_000 else f"{corpus.num_bytes:,} bytes"
-
-
-def _plural(number: int, noun: str) -> str:
-    return noun if number == 1 else f"{noun}s"
 
 
 def corpus_table(corpus: Corpus) -> Table:

@@ -1,6 +1,4 @@
-"""Work of `doctor`: chooses prompts that fit the engine, observes and diagnoses it, and returns an exit code. Every
-finding has a remedy.
-"""
+"""Work of `doctor`: chooses prompts that fit the engine, diagnoses it, and shows a remedy for each finding."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,19 +64,17 @@ def doctor_document(
         is_healthy=not any(judgement and judgement.is_fault for judgement in judgements.values()),
         diagnoses=[_diagnosis(name, judgement) for name, judgement in judgements.items()],
         engine=EngineRecord.of(choice.bundle or read_bundle(choice.engine_dir)),
-        steps=[_step(step) for step in steps],
+        steps=[
+            TimedStep(
+                batch_size=step.cost.batch_size,
+                num_tokens=step.cost.num_tokens,
+                context_len=step.cost.context_len,
+                built_s=step.cost.seconds,
+                now_s=step.seconds,
+            )
+            for step in steps
+        ],
         **explained,
-    )
-
-
-def _step(step: StepTime) -> TimedStep:
-    cost = step.cost
-    return TimedStep(
-        batch_size=cost.batch_size,
-        num_tokens=cost.num_tokens,
-        context_len=cost.context_len,
-        built_s=cost.seconds,
-        now_s=step.seconds,
     )
 
 
@@ -103,7 +99,7 @@ def _diagnosis(name: str, judgement: Judgement | None) -> Diagnosis:
 def show(judgements: Mapping[str, Judgement | None], output: Output, *, has_drafter: bool) -> None:
     """Show each check, and each finding with its remedy. Checks of the drafter are left out if there is no drafter."""
     of_drafters = set() if has_drafter else {one.__name__ for one in OF_DRAFTERS}
-    found = [name for name, judgement in judgements.items() if judgement and judgement.is_fault]
+    found = {name: judgement.message for name, judgement in judgements.items() if judgement and judgement.is_fault}
     for judgement in judgements.values():
         if judgement is not None and not judgement.is_fault:
             output.result(f"ok     {judgement.message}")
@@ -111,10 +107,8 @@ def show(judgements: Mapping[str, Judgement | None], output: Output, *, has_draf
         output.result(f"not checked: {', '.join(map(_words, unknown))}")
     if of_drafters:
         output.result(f"no drafter is given: `{algorithm_flag(SuffixDrafter)}` has one looked at too")
-    for name in found:
-        judgement = judgements[name]
-        assert judgement is not None
-        output.result(f"FOUND  {_words(name)}: {judgement.message}")
+    for name, message in found.items():
+        output.result(f"FOUND  {_words(name)}: {message}")
         output.result(f"       {remedy_of(name)}")
         if output.quiet:
             output.text(name)
@@ -222,8 +216,7 @@ def diagnose(
     show(judgements, output, has_drafter=bool(speculation))
     document = doctor_document(replace(choice, speculation=speculation), len(requests), judgements, observed.steps)
     if report is not None:
-        write_page(report, doctor_page(document.as_json()))
-        output.result(f"report written: {report}")
+        write_page(report, doctor_page(document.as_json()), output)
     output.document(document.as_json())
     if not document.is_healthy:
         raise typer.Exit(1)
@@ -266,16 +259,12 @@ def _expected(profile: Path | None) -> ExpectedAcceptance | None:
 
 
 def _requests(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> list[Request]:
-    template, requests = llm.request_of(params), []
-    for i, prompt in enumerate(prompts):
-        requests.append(template.with_prompt(i, llm.encode(prompt.content_by(llm))[0]))
-    return requests
+    template = llm.request_of(params)
+    return [template.with_prompt(i, llm.encode(prompt.content_by(llm))[0]) for i, prompt in enumerate(prompts)]
 
 
 def _own_requests(llm: LLM, params: SamplingParams, speculation: Speculation) -> list[Request]:
-    """Requests made of the shipped articles, each cut to its last tokens that fit the engine, the draft engine and the
-    K/V cache.
-    """
+    """Requests made from the shipped articles, each cut to its last tokens that fit the engines and the K/V cache."""
     if llm.tokenizer is None:
         raise SpecDecError(
             "the engine has no tokenizer to read the shipped articles with", hint="give prompts of token ids"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from commands.options.engine_flags import ModelEngineOptions
-from commands.options.model_word import ModelWord
+from commands.options.model_word import ModelWord, named_by
 from commands.options.shared import InputFile
 from commands.output.help import INPUT, RUNTIME, SPECULATION, option
 from runtime.util.errors import UsageError
@@ -30,10 +30,7 @@ class DraftersInputs:
         """The same inputs with the model as `model_dir`. UsageError for no model, for two models, or for
         two samples.
         """
-        if self.named is not None and self.model_dir is not None:
-            raise UsageError(
-                f"two models are given: `{self.named}`, and by `--model-dir` {self.model_dir}", hint="leave one out"
-            )
+        named_by(self.named, self.model_dir, None)
         if (model := self.named or self.model_dir) is None:
             raise UsageError("no model is given", hint="`specdec drafters demo`")
         if self.traces is not None and (self.input_text or self.input_file):

@@ -25,9 +25,7 @@ class FingerprintDocument(Head):
 
 
 def print_fingerprint(options: FingerprintOptions, choice: EngineChoice, output: Output) -> None:
-    """Open the engine, print its fingerprint, and compare; exits with 1 if the bits differ from the expected
-    fingerprint.
-    """
+    """Print the engine's fingerprint, and compare it with `--expect`; exits with 1 unless both have the same bits."""
     from commands.options.sessions import engines_made, open_engine
     from runtime.proof.fingerprint import read_fingerprint
 

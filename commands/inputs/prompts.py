@@ -1,8 +1,8 @@
 """The prompts of `specdec run`: texts from the command line, or a file of texts or token ids.
 
 Every prompt returned has something in it: a row, a line or a cell that cannot be a prompt is an error that
-says where it stands, and none is dropped. The file kinds are those of TensorRT-LLM's `examples/run.py`
-(`parse_input`) and JSON lines.
+says where it stands. Only blank lines of a .txt file are left out, with a warning. The file kinds are those of
+TensorRT-LLM's `examples/run.py` (`parse_input`) and JSON lines.
 """
 
 import csv
@@ -36,7 +36,7 @@ class Prompt:
 
     @property
     def content(self) -> str | tuple[int, ...]:
-        """The text or token ids to encode; None for a conversation."""
+        """The text or token ids to encode; a conversation has none (`content_by`)."""
         assert self.text is not None or self.ids is not None
         return self.text if self.text is not None else self.ids or ()
 

@@ -17,7 +17,7 @@ from commands.options.leader_flags import LeaderOptions, ModelDir, ModelOptions
 from commands.options.model_word import ModelWord, is_surely_model, may_be_model, named_by, near_model
 from commands.options.settings import is_setting
 from commands.options.shared import USUAL_ENGINE, TokenizerDir
-from commands.options.speculation_flags import SpeculationOptions
+from commands.options.speculation_flags import SpeculationOptions, needs_drafter
 from commands.output.help import INPUT, KV_CACHE, option
 from commands.output.output import note, warn
 from runtime.checkpoint.bundle import Bundle, read_bundle
@@ -33,7 +33,7 @@ from runtime.checkpoint.resolve import (
 from runtime.core.params import Mode, SamplingParams
 from runtime.drafters.heads.head_config import DraftOutputSettings, hidden_states_for
 from runtime.drafters.lists import Devices
-from runtime.drafters.specs import NgramDrafter, SelfDrafter, SuffixDrafter
+from runtime.drafters.specs import NgramDrafter, SelfDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.engine.devices import check_device_ids
 from runtime.text.chat import check_chat_template
@@ -114,7 +114,7 @@ class KVCacheOptions:
 
 
 def _disk_size(text: str) -> int:
-    """The size in bytes; UsageError if the text is no size."""
+    """The size in bytes; UsageError if the text is no size, or 0."""
     if not (size := size_in_bytes(text)):
         raise UsageError(f"`--kv-cache-disk-size` is no size: {text}", hint=f"write {SIZES}")
     return size
@@ -147,7 +147,7 @@ class KVDiskOptions:
 
     @property
     def max_bytes(self) -> int | None:
-        """The size in bytes; UsageError if the text is no size."""
+        """`--kv-cache-disk-size` in bytes; None if it is not given."""
         return None if self.kv_cache_disk_size is None else _disk_size(self.kv_cache_disk_size)
 
     def check(self, cache: KVCacheOptions) -> None:
@@ -268,17 +268,14 @@ class EngineChoice:
             check_is_model(model_dir := resolve_model(self.model_dir))
             check_weight_files(model_dir)
             begin_digests(files_of_model(model_dir))  # while torch is imported
-            replace(self, speculation=speculation)._check_draft_output()
+            copy = replace(self, speculation=speculation).self_draft
+            self.draft_output.check(speculation.read_heads(), has_copy=copy is not None)
         else:
             bundle = bundle or read_bundle(self.engine_dir)
             check_device_ids(device_ids, bundle.config.mapping.tp_size)
         speculation.check_fits(None if bundle is None else bundle.config.build_config, is_cut=cuts_drafts)
         speculation.check_files()
         return replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
-
-    def _check_draft_output(self) -> None:
-        """SpecDecError for an output layer that drafts (`--draft-output`), if no drafter uses it."""
-        self.draft_output.check(self.speculation.read_heads(), has_copy=self.self_draft is not None)
 
     def check_tokenizer(self) -> None:
         """SpecDecError for a tokenizer that cannot be read here, as far as files show; it runs before an engine is
@@ -312,8 +309,6 @@ class TargetOptions:
 
     def named(self, word: str | None) -> "TargetOptions":
         """The same options with the model or engine that a word names. UsageError if a flag names another."""
-        if word is None:
-            return self
         model_dir, engine_dir = named_by(word, self.model_dir, self.engine_dir)
         return replace(self, model_dir=model_dir, engine_dir=engine_dir)
 
@@ -345,9 +340,7 @@ class EngineOptions:
 
     def named(self) -> "EngineOptions":
         """The same options with the model or engine that the first word names. UsageError if a flag names another."""
-        model_dir, engine_dir = self.leader.model_dir, self.engine_dir
-        if self.model is not None:
-            model_dir, engine_dir = named_by(self.model, model_dir, engine_dir)
+        model_dir, engine_dir = named_by(self.model, self.leader.model_dir, self.engine_dir)
         leader = replace(self.leader, model_dir=model_dir).fitting()
         return replace(self, model=None, engine_dir=engine_dir, leader=leader)
 
@@ -447,9 +440,7 @@ def check_needed_drafter(speculation: Speculation, *, check_lossless: bool, has_
     if speculation:
         return
     if speculation.draft_len_mode == "auto":
-        raise UsageError(
-            "`--draft-len-mode auto` needs a drafter: there is none", hint=f"`{example_of(SuffixDrafter)}` is one"
-        )
+        raise needs_drafter()
     if check_lossless:
         raise UsageError(
             "`--check-lossless` compares a drafter with none, and there is no drafter",

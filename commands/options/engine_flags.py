@@ -47,17 +47,13 @@ def _kind(name: str) -> Any:
     hint = OPTIONS[name][0]
     if words := tuple(words_of(name)):
         return Literal[words]
-    (kind,) = (one for one in (_plain(one) for one in _members(hint)) if one not in (NoneType, Path))
+    inner = _plain(hint)
+    (kind,) = (one for one in map(_plain, get_args(inner) or (inner,)) if one not in (NoneType, Path))
     return kind
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    """The members of a type: `(int, None)` for `int | None`, also if the type has metadata."""
-    inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    return get_args(inner) or (inner,)
-
-
 def _plain(hint: Any) -> Any:
+    """A type without its metadata."""
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
@@ -65,8 +61,14 @@ class _Options:
     """A group of flags of an engine's options; a flag is None if not given."""
 
     def check(self) -> None:
-        """UsageError for formats that do not fit together."""
-        _check_activations(self.options)
+        """UsageError for activations in int8 or int16 beside `--quantization fp8`, whose weights are no integers."""
+        options = self.options
+        activations = options.get("activations")
+        if options.get("quantization") == "fp8" and activations not in (None, "float"):
+            raise UsageError(
+                f"`--activations {activations}` needs weights that are integers: `--quantization` fp8",
+                hint="leave it out",
+            )
 
     @property
     def options(self) -> EngineOptions:
@@ -135,12 +137,3 @@ class DraftOutputOptions(_DraftFlags):
     @property
     def settings(self) -> DraftOutputSettings:
         return draft_output_of(self.options)
-
-
-def _check_activations(options: EngineOptions) -> None:
-    """UsageError for integer activations with weights that are not integers."""
-    activations = options.get("activations")
-    if options.get("quantization") == "fp8" and activations not in (None, "float"):
-        raise UsageError(
-            f"`--activations {activations}` needs weights that are integers: `--quantization` fp8", hint="leave it out"
-        )

@@ -18,9 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from inspect import Parameter, Signature
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from typer.models import OptionInfo
+
+Group = TypeVar("Group")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,22 +34,14 @@ class Command:
 
 
 CURRENT_COMMAND: ContextVar[Command | None] = ContextVar("current_command", default=None)
-
-
+"""The command that was called last: hints name its flags."""
 MODEL_AT_HAND: ContextVar[str | None] = ContextVar("model_at_hand", default=None)
 """The model from which the command made its engine, if it did. Its user builds no engine, so hints name the model."""
 
 
-def current_command() -> Command | None:
-    """The command that was called last: hints name its flags."""
-    return CURRENT_COMMAND.get()
-
-
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as Typer wants it: a keyword parameter for each flag of its groups. Other parameters stay as they
-    are.
-
-    TypeError if two flags have one name.
+    """The command as Typer wants it: a keyword parameter for each flag of its groups, and for each parameter that is
+    no group. TypeError if two flags have one name.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     flags = [flag for parameter in parameters for flag in _flags_of(parameter)]
@@ -70,6 +64,12 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     return expanded
 
 
+def filled(group: type[Group], values: Mapping[str, Any]) -> Group:
+    """A group of options with these values of its flags, by their Python names."""
+    made: Group = _value_of(Parameter("group", Parameter.KEYWORD_ONLY, annotation=group), values)
+    return made
+
+
 def given_flags(group: Any) -> dict[str, Any]:
     """Flags of a group, and of the groups in it, with their values; flags that are None or False are left out."""
     given: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def given_flags(group: Any) -> dict[str, Any]:
 
 
 def _spellings(flag: Parameter) -> list[str]:
-    """Names of an option, such as `--seed`; empty for an argument."""
+    """Names of an option without hyphens, such as `seed`, but none of one letter; empty for an argument."""
     options = [one for one in getattr(flag.annotation, "__metadata__", ()) if isinstance(one, OptionInfo)]
     words = [word for option in options for word in (option.default, *(option.param_decls or ()))]
     given = [word.removeprefix("--") for word in words if isinstance(word, str) and word.startswith("--")]

@@ -37,30 +37,18 @@ _SHORT = {
 }
 """Short flags such as `-m`; each is taken by the commands that have the long flag."""
 
-_OF_TENSORRT_LLM = ""
+_OF_TENSORRT_LLM = (
+    "gemm-plugin", "gpt-attention-plugin", "nccl-plugin", "context-fmha", "remove-input-padding", "kv-cache-type",
+    "reduce-fusion", "multiple-profiles", "max-num-tokens", "opt-num-tokens", "profiling-verbosity", "workers",
+    "log-level", "multi-block-mode", "data-type", "hf-data-type",
+)  # fmt: skip
+_SWITCHES_OF_TENSORRT_LLM = (
+    "load-model-on-cpu", "cuda-graph-mode", "enable-context-fmha-fp32-acc", "hf-device-map-auto",
+    "use-gpu-direct-storage", "fail-fast-on-attention-window-too-large",
+)  # fmt: skip
 WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
-    "gemm-plugin": (True, _OF_TENSORRT_LLM),
-    "gpt-attention-plugin": (True, _OF_TENSORRT_LLM),
-    "nccl-plugin": (True, _OF_TENSORRT_LLM),
-    "context-fmha": (True, _OF_TENSORRT_LLM),
-    "remove-input-padding": (True, _OF_TENSORRT_LLM),
-    "kv-cache-type": (True, _OF_TENSORRT_LLM),
-    "reduce-fusion": (True, _OF_TENSORRT_LLM),
-    "multiple-profiles": (True, _OF_TENSORRT_LLM),
-    "max-num-tokens": (True, _OF_TENSORRT_LLM),
-    "opt-num-tokens": (True, _OF_TENSORRT_LLM),
-    "profiling-verbosity": (True, _OF_TENSORRT_LLM),
-    "workers": (True, _OF_TENSORRT_LLM),
-    "load-model-on-cpu": (False, _OF_TENSORRT_LLM),
-    "log-level": (True, _OF_TENSORRT_LLM),
-    "cuda-graph-mode": (False, _OF_TENSORRT_LLM),
-    "multi-block-mode": (True, _OF_TENSORRT_LLM),
-    "enable-context-fmha-fp32-acc": (False, _OF_TENSORRT_LLM),
-    "data-type": (True, _OF_TENSORRT_LLM),
-    "hf-data-type": (True, _OF_TENSORRT_LLM),
-    "hf-device-map-auto": (False, _OF_TENSORRT_LLM),
-    "use-gpu-direct-storage": (False, _OF_TENSORRT_LLM),
-    "fail-fast-on-attention-window-too-large": (False, _OF_TENSORRT_LLM),
+    **dict.fromkeys(_OF_TENSORRT_LLM, (True, "")),
+    **dict.fromkeys(_SWITCHES_OF_TENSORRT_LLM, (False, "")),
     "backend": (True, "there is one"),
     "trust-remote-code": (False, "code that comes with a model is never run"),
     "enable-chunked-prefill": (False, "prompts are always computed in chunks, of `--max-num-tokens`"),
@@ -85,7 +73,7 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
 
 @dataclass(frozen=True)
 class _Answer:
-    """Error for a flag that means something else here; `{value}` is its value."""
+    """Error for a flag that means something else here; `{flag}` and `{value}` stand for what was typed."""
 
     problem: str
     hint: str
@@ -230,14 +218,14 @@ def flag_name(argument: str, command: str) -> str:
 
 
 def typed_spellings(arguments: list[str], flags: Flags) -> dict[str, str]:
-    """Flags of the command that are given by another name: ours without hyphens, and the name as it is typed."""
+    """Flags that are typed by another name: `{"max-seq-len": "--max-model-len"}`."""
     typed = (word for word, _, _ in read_arguments(arguments, flags.with_value, flags.command) if word.startswith("-"))
     named = {flag_name(word, flags.command): word.partition("=")[0] for word in typed}
     return {name: word for name, word in named.items() if name in flags.names and word.replace("_", "-") != f"--{name}"}
 
 
 def _long(argument: str, flags: Flags) -> str:
-    """The long form of a short flag that other programs have and this command lacks."""
+    """The argument with our long flag in place of a short one that this command lacks: `--model-dir` for `-m`."""
     short, equals, value = argument.partition("=")
     long = _SHORT.get(short)
     if long is None or short in flags.short:

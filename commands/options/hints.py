@@ -22,9 +22,9 @@ from typing import Any, get_args
 from typer import TyperException
 
 from commands.options.drafter_flags import example_of, users_of
-from commands.options.expand import MODEL_AT_HAND, Command, current_command
+from commands.options.expand import CURRENT_COMMAND, MODEL_AT_HAND, Command
 from commands.options.foreign import COMMANDS
-from commands.options.model_word import near_model
+from commands.options.model_word import is_surely_model, may_be_model, near_model
 from commands.options.parameters import commands_of, options_of
 from commands.options.settings import origin_of
 from commands.options.shared import COMMON
@@ -36,7 +36,7 @@ from runtime.checkpoint.checkpoint_dir import is_checkpoint_dir
 from runtime.core.params import FIELDS, GrammarKind
 from runtime.drafters.specs import NgramDrafter
 from runtime.util.errors import SpecDecError
-from runtime.util.words import nearest
+from runtime.util.words import meant, nearest
 
 _CONVERT_AGAIN = "run `specdec convert` again"
 _DRAFTS = (
@@ -149,11 +149,11 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "profile_of_another_model": "tune this one: `specdec tune {model} --output {profile}`; or leave `--profile` out",
     "profile_of_another_engine": "tune this one: `specdec tune --engine-dir {engine_dir} --output {profile}`; or leave "
     "`--profile` out",
-    "prompt_past_positions": "keep the last tokens with `--max-input-length`",
+    "prompt_past_positions": "keep the last tokens with `--max-input-length {fits}`",
     "prompt_too_long": (
-        "keep the last tokens with `--max-input-length`",
-        Advice("build with a larger `specdec build --max-input-len`"),
-        Advice("with `--model-dir` give a larger `--max-seq-len`", "give a larger `--max-seq-len`"),
+        "keep the last tokens with `--max-input-length {fits}`",
+        Advice("build with `specdec build --max-input-len {num_prompt} --max-seq-len {num_needed}`"),
+        Advice("with `--model-dir` give `--max-seq-len {num_needed}`", "give `--max-seq-len {num_needed}`"),
     ),
     "self_draft_bits": (
         "leave `--self-draft` out",
@@ -180,7 +180,7 @@ def message_of(error: SpecDecError) -> str:
     template, name = MESSAGES.get(error.code or ""), str(error.values.get("field") or error.values.get("name"))
     if template is not None:
         return template.format(**error.values)
-    flag, command = flag_of_setting(name), current_command()
+    flag, command = flag_of_setting(name), CURRENT_COMMAND.get()
     if flag is None or not error.message.startswith(f"{name} "):
         return error.message
     own = flag if command is None else _own_flag(flag, command)
@@ -218,7 +218,7 @@ def _in_flags(hint: str) -> str:
 
 def _flag_at_hand(name: str) -> str | None:
     """The flag of a setting that the user can change: an engine that was built is made anew by another command."""
-    flag, command = flag_of_setting(name), current_command()
+    flag, command = flag_of_setting(name), CURRENT_COMMAND.get()
     if flag is None or command is None:
         return flag
     own, groups = _own_flag(flag, command), OPTIONS[name][1].flags if name in OPTIONS else ()
@@ -239,7 +239,7 @@ def _by_the_commands_names(piece: str) -> str | None:
     """The piece of advice with flags as the command at hand calls them; None if the command lacks a flag. Outside a
     command it is returned as it is.
     """
-    command = current_command()
+    command = CURRENT_COMMAND.get()
     if command is None:
         return piece
     named = _FLAG.sub(lambda found: f"`--{normalize_name(found[1], command.name)}", piece)
@@ -252,7 +252,7 @@ _SETTING = re.compile(r'`([a-z_]+)(?:="?([^`"]+)"?)?`')
 
 def _values(error: SpecDecError) -> dict[str, object]:
     build, head = error.values.get("build"), error.values.get("head") or "HEAD"
-    command = current_command()
+    command = CURRENT_COMMAND.get()
     with_model = _WITH_MODEL.get(command.name, f"specdec {command.name} demo") if command else "specdec run demo"
     what_drafts = "" if build is None else _what_drafts(build, head)
     return {"what_drafts": what_drafts, "with_model": with_model} | error.values
@@ -349,38 +349,61 @@ def usage_message(error: TyperException) -> tuple[str, str]:
     values.
     """
     where: Any = getattr(error, "ctx", None)
-    near = getattr(error, "possibilities", None)
-    flags = near or getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None) or ""]
+    parameter: Any = getattr(error, "param", None)
+    option, similar = getattr(error, "option_name", None) or "", getattr(error, "possibilities", None) or ()
+    nearest_name = nearest(option.lstrip("-"), [name.lstrip("-") for name in similar])
+    near = [] if nearest_name is None else [f"--{nearest_name}"]
+    flags = near or getattr(parameter, "opts", None) or [option]
     hint = "`specdec --help` shows the usage" if where is None else help_hint(where, flags)
     problems = getattr(error.__cause__, "errors", None)
     if problems is not None:
-        if _flag(error) == "`--dtype`" and words_of("quantization").get(value := str(problems()[0]["input"]).lower()):
-            hint = f"`--quantization {value}` quantizes the weights"
-        parameter: Any = getattr(error, "param", None)
-        choices = _choices_of(parameter)
-        if choices:
-            word = nearest(str(problems()[0]["input"]).lower(), choices, 0.7)
-            more = OPTIONS[parameter.name][1].hint if parameter.name in OPTIONS else None
-            hint = f"perhaps `{word}`; {more or hint}" if word else more or hint
-        return _value_message(_flag(error), problems()[0], choices) + _origin(error), hint
-    text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`").replace(". Did", "; did")
-    option = getattr(error, "option_name", None)
+        return _about_value(error, problems()[0], hint)
+    text = str(getattr(error, "message", error)).rstrip(".").replace("'", "`")
+    command = getattr(where, "info_name", "")
     if option and where is not None:
         hint = _in_other_commands(option, where) or hint
+    hint = _perhaps(near, hint)
     if extra := _EXTRA_WORD.match(text):
-        command = getattr(where, "info_name", "")
         hint = _OF_EXTRA_WORD.get(command, hint).format(word=extra[1])
         if command == "build" and is_checkpoint_dir(Path(extra[1])):
             hint = f"`specdec build --checkpoint-dir {extra[1]}` builds from this checkpoint"
-    if near:
-        hint = f"perhaps {' or '.join(f'`{name}`' for name in near)}; {hint}"
-    if (found := _NO_COMMAND.match(text)) and found[1] in COMMANDS:
-        hint, text = COMMANDS[found[1]], text.partition(";")[0]
+    if found := _NO_COMMAND.match(text):
+        text, hint = found[0], _instead_of_command(found[1], where, hint)
     if not text:  # a value that must be given
         text = f"missing: {_flag(error)}"
-        parameter = getattr(error, "param", None)
-        hint = _OF_MISSING.get(f"{getattr(where, 'info_name', '')} {parameter.opts[0]}", hint)
+        hint = _OF_MISSING.get(f"{command} {parameter.opts[0]}", hint)
     return text[:1].lower() + text[1:], hint
+
+
+def _about_value(error: Any, problem: Any, hint: str) -> tuple[str, str]:
+    """The message and the hint for a value that a flag does not take; `hint` is the hint at the help."""
+    parameter, value = error.param, str(problem["input"])
+    if parameter.name == "dtype" and words_of("quantization").get(value.lower()):
+        hint = f"`--quantization {value.lower()}` quantizes the weights"
+    choices = _choices_of(parameter)
+    if choices:
+        hint = (OPTIONS[parameter.name][1].hint if parameter.name in OPTIONS else None) or hint
+        hint = _perhaps(meant(value, choices), hint)
+    return _value_message(_flag(error), problem, choices) + _origin(error), hint
+
+
+def _perhaps(words: Sequence[str], hint: str) -> str:
+    return f"perhaps {' or '.join(f'`{word}`' for word in words)}; {hint}" if words else hint
+
+
+def _instead_of_command(word: str, context: Any, hint: str) -> str:
+    """Advice for a word that is no command: our command for it, a similar command, or `run` if it names a model."""
+    if word in COMMANDS:
+        return COMMANDS[word]
+    is_top = context.parent is None
+    answers = f"`specdec run {shlex.quote(word)}` answers prompts by this model"
+    if is_top and is_surely_model(word):
+        return answers
+    if near := nearest(word, context.command.commands):
+        return _perhaps([near], hint)
+    if is_top and (model := near_model(word)) is not None:
+        return _perhaps([f"specdec run {shlex.quote(model)}"], hint)
+    return answers if is_top and may_be_model(word, is_answered=True) and not Path(word).is_dir() else hint
 
 
 def help_hint(context: Any, flags: Sequence[str]) -> str:

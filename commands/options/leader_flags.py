@@ -64,7 +64,7 @@ class LeaderOptions:
         option(
             LEADER,
             f"Drafter: {', '.join(algorithms())}; AUTO: {_IN_AUTO}, in `serve` and `batch` "
-            f"{_IN_AUTO_OF_MANY} too, and the draft model or head if given.",
+            f"{_IN_AUTO_OF_MANY} too, and the draft model or head if given; none: no drafter.",
             shown="no drafter",
             check=parse_algorithm,
             metavar="NAME",
@@ -100,8 +100,8 @@ class LeaderOptions:
     ] = None
 
     def with_config(self, options: SpeculationOptions) -> "LeaderOptions":
-        """The same options with flags in place of `--speculative-config`. UsageError if another flag
-        names a drafter.
+        """The same options with flags in place of `--speculative-config`. UsageError if another flag says how to draft
+        too, such as `--draft-len-mode`.
         """
         if self.speculative_config is None:
             return self
@@ -137,7 +137,7 @@ class LeaderOptions:
 
     @property
     def drafting_flags(self) -> list[str]:
-        """Flags that choose a drafter."""
+        """The given flags that say how to draft, such as `--spec-decode-max-draft-len`."""
         return [*(["--spec-decode-algo"] if self.spec_decode_algo is not None else []), *given_flags(self.drafters)]
 
     @property
@@ -155,8 +155,8 @@ class LeaderOptions:
         return [Path(model) for model in (self.model_dir, *self._draft_models) if model]
 
     def flags(self, engine_dir: Path | None, options: SpeculationOptions, *, answers_many: bool = False) -> LeaderFlags:
-        """Drafting flags. UsageError for flags of orchestrator mode, for both a model and an engine in one place, or
-        for settings of a build if no engine is built. `answers_many` as in `LeaderFlags`.
+        """Drafting flags. UsageError for both a model and an engine in one place, for formats that do not fit together,
+        or for settings of a build if no engine is built. `answers_many` as in `LeaderFlags`.
         """
         _refuse_both("--model-dir", self.model_dir, "--engine-dir", engine_dir)
         self.engines.check()
@@ -168,6 +168,10 @@ class LeaderOptions:
             _refuse_settings(self.engines)
         if self.model_dir is None:
             _refuse_settings(self.draft_output)
+        return self.drafting(options, answers_many=answers_many)
+
+    def drafting(self, options: SpeculationOptions, *, answers_many: bool = False) -> LeaderFlags:
+        """Drafting flags, without the checks of `flags`."""
         return LeaderFlags(
             self._given,
             self.spec_decode_algo or self._assumed_algorithm(options),
@@ -188,6 +192,13 @@ class LeaderOptions:
         flag, algorithm = next(iter(own.items()))
         warn(f"`{as_flag(flag)}` without `--spec-decode-algo`: {algorithm} is assumed")
         return algorithm
+
+
+def check_has_drafter(options: SpeculationOptions, leader: LeaderOptions) -> None:
+    """UsageError for flags that are of use to a drafter only, if none of them chooses a drafter. Reads no model."""
+    leader = leader.with_config(options)
+    if options.find_profile(leader.drafting_flags, None) is None:
+        options.check_has_drafter(leader.drafting(options))
 
 
 def _refuse_both(flag: str, model: str | None, engine_flag: str, engine: Path | None) -> None:

@@ -14,6 +14,7 @@ from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import is_shipped, shipped_models
 from runtime.util.cache import cached_names
 from runtime.util.errors import UsageError
+from runtime.util.words import NEAR
 
 ModelWord = Annotated[
     str | None,
@@ -30,8 +31,6 @@ _HUB_ID_OF_AN_OWNER = re.compile(
 _PATH = re.compile(r"(~|\.\.?)?/\S*")
 _FILES = (".jsonl", ".json")
 _ONE_WORD = re.compile(r"[A-Za-z0-9][\w.:@-]*")
-_NEAR = 0.75
-"""Least similarity of a misspelt name and a model's name: `dmeo` is as near to `demo`, and `done` is not."""
 
 
 def is_surely_model(word: str) -> bool:
@@ -57,18 +56,19 @@ def may_be_model(word: str, *, is_answered: bool) -> bool:
 
 def near_model(word: str) -> str | None:
     """A model's name that `word` is nearly spelt like, such as `demo` for `dmeo`: a shipped name, a name in `specdec
-    list`, or a model or an engine in the working directory.
+    list`, or a model or an engine in the working directory. For a path such as `models/lama`, a model or an engine in
+    that directory.
     """
     word = word.removesuffix("/")
     place, slash, name = word.rpartition("/")
     if slash and (found := _path(place)) is not None and found.is_dir():
         models = (path.name for path in found.iterdir() if is_gguf(path) or _has_model(path))
-        return next((f"{place}/{near}" for near in difflib.get_close_matches(name, models, 1, _NEAR)), None)
+        return next((f"{place}/{near}" for near in difflib.get_close_matches(name, models, 1, NEAR)), None)
     if _ONE_WORD.fullmatch(word) is None:
         return None
     here = (path.name for path in Path().iterdir() if path.is_dir() or path.suffix == ".gguf")
     known = dict.fromkeys([*shipped_models(), *cached_names(), *here])
-    near = difflib.get_close_matches(word, known, 3, _NEAR)
+    near = difflib.get_close_matches(word, known, 3, NEAR)
     return next((name for name in near if not Path(name).exists() or is_surely_model(name)), None)
 
 
@@ -88,10 +88,12 @@ def model_among(files: list[str], *, has_flag: bool) -> tuple[str | None, list[s
     return model, files[:place] + files[place + 1 :]
 
 
-def named_by(word: str, model_dir: str | None, engine_dir: Path | None) -> tuple[str | None, Path | None]:
-    """(model, engine): the command's first word as either of the two. UsageError if a flag names another model or
-    engine; a name from a variable or a file gives way to the word.
+def named_by(word: str | None, model_dir: str | None, engine_dir: Path | None) -> tuple[str | None, Path | None]:
+    """(model, engine): the command's first word as either of the two; without a word the flags' values. UsageError if a
+    flag names another model or engine; a name from a variable or a file gives way to the word.
     """
+    if word is None:
+        return model_dir, engine_dir
     path = _path(word)
     is_engine = path is not None and not is_shipped(word) and is_engine_dir(path)
     for flag, given, is_same in (("--model-dir", model_dir, not is_engine), ("--engine-dir", engine_dir, is_engine)):

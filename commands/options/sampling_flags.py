@@ -56,7 +56,7 @@ def _flag_of(name: str) -> tuple[str, Any, Any]:
     hint, described = FIELDS[name]
     assert described.flag is not None
     (kind,) = (one for one in get_args(hint) or (hint,) if one is not NoneType)
-    kind = list[get_args(kind)[0]] if get_origin(kind) is Sequence else kind  # type: ignore[misc]  # of a value
+    kind = list[get_args(kind)[0]] if get_origin(kind) is Sequence else kind  # type: ignore[misc]  # made at run time
     shown = described.flag.shown
     flag = option(SAMPLING, described.flag.help, shown=True if shown is None else shown)
     default = getattr(SamplingParams, name)
@@ -81,8 +81,8 @@ class SamplingOptions(_ParamFlags):
     form: FormOptions = field(default_factory=FormOptions)
 
     def for_chat(self, defaults: Mapping[str, Any]) -> "SamplingOptions":
-        """Sampling parameters for a chat. If no flag is given, the model's own values hold, unless greedy was asked
-        for, or the model's values are greedy.
+        """Flags for a chat. The model's own values hold for the flags that are not given. They hold for none if the
+        flags ask for greedy answers, or if flags are given and the model's values are greedy.
         """
         given = {name for name in _FLAGS if FIELDS[name][1].greedy_ignores and getattr(self, name) is not None}
         if self.temperature == 0 or self.top_k == 1 or (given and defaults.get("temperature") == 0):

@@ -6,7 +6,6 @@ asks for the values (`Defaults` is a context's `default_map`), and converts and 
 `commands.options.settings_file` reads the files.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -22,6 +21,7 @@ from commands.options.spellings import is_of_one_command, normalize_name, spelli
 from commands.output.output import warn
 from runtime.drafters.specs import DRAFTERS
 from runtime.util.errors import UsageError
+from runtime.util.words import nearest
 
 VARIABLES = {
     "SPECDEC_CACHE_DIR": "directory of engines, kernels and digests; `~/.cache/specdec`",
@@ -88,7 +88,7 @@ def without_ambient(group: Any) -> Any:
 
 
 def told_origin(message: str) -> str:
-    """The message of an error, in which each value from a variable or a file is followed by its origin."""
+    """The message of an error, and in parentheses behind it the origins of its values from variables and files."""
     held = ORIGINS.get() or {}
     about = [one for name, one in held.items() if _names(message, name)]
     about = about or [one for one in held.values() if _quotes(message, one.value)]
@@ -162,7 +162,7 @@ def begin(context: Any) -> None:
 
 def origin_of(context: Any, name: str) -> Held | None:
     """Origin of a flag's value; None if it is from the command line or the default."""
-    source = getattr(context.get_parameter_source(name), "name", "")
+    source = _source(context, name)
     if source == "DEFAULT_MAP":
         return context.default_map.held[name]  # type: ignore[no-any-return]
     if source == "ENVIRONMENT":
@@ -254,7 +254,7 @@ def _reset(context: Any, name: str) -> None:
 def _tell_unknown_variables(context: Any) -> None:
     """Warn once of variables that match no flag of any command."""
     given = {name for name, value in os.environ.items() if name.startswith(f"{PREFIX}_") and value} - VARIABLES.keys()
-    given = {name for name in given if not _is_of_others(name)}
+    given = {name for name in given if not _OF_SCRIPTS.fullmatch(name) and not _OF_KUBERNETES.fullmatch(name)}
     _check_spelled_once(given)
     _tell(frozenset(given), context.find_root().command)
 
@@ -286,10 +286,6 @@ def _variable_of(flag: str) -> str:
     return f"{PREFIX}_{flag.replace('-', '_').upper()}"
 
 
-def _is_of_others(name: str) -> bool:
-    return _OF_SCRIPTS.fullmatch(name) is not None or _OF_KUBERNETES.fullmatch(name) is not None
-
-
 @cache
 def _tell(given: frozenset[str], group: Any) -> None:
     if not given:
@@ -302,7 +298,8 @@ def _tell(given: frozenset[str], group: Any) -> None:
     }
     known |= VARIABLES.keys()
     for name in sorted(given - known):
-        right = _variable_of(_flag_of(name))
-        near = [right] if right in known else difflib.get_close_matches(name, known, 1)
-        hint = f"perhaps {near[0]}" if near else "`specdec config show COMMAND` lists the flags that have one"
+        near = nearest(_flag_of(name), map(_flag_of, known))
+        hint = (
+            f"perhaps {_variable_of(near)}" if near else "`specdec config show COMMAND` lists the flags that have one"
+        )
         warn(f"no flag has the variable {name}: {hint}")

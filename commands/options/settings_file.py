@@ -13,7 +13,7 @@ others. A value is read like text on the command line: `no` stays the word "no",
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,14 +58,28 @@ def read_settings(path: Path, command: Any, commands: Mapping[str, Any]) -> dict
         raise UsageError(error.message, hint=error.hint) from None
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        return {} if root is None else _Reader(path, command, commands).read(root)
+        return {} if root is None else _Reader(path, command, commands, text.splitlines()).read(root)
     except RecursionError:
         raise UsageError(f"values are nested too deeply, or hold themselves: {path}", hint=_HINT) from None
     except yaml.YAMLError as error:
+        _check_is_no_toml(path, text.splitlines())
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         what = getattr(error, "problem", None) or str(error)
         raise UsageError(f"this is not YAML, {what}: {path}{line}", hint=_HINT) from None
+
+
+def _check_is_no_toml(path: Path, lines: Sequence[str], first: int = 0) -> None:
+    """UsageError for the first line, from the line `first`, that is TOML or lacks the blank behind its colon."""
+    for number, line in enumerate(lines[first:], first + 1):
+        table, setting = _TABLE.fullmatch(line), _NO_COLON.fullmatch(line)
+        if table or setting:
+            right = f"{table[1]}:" if table else f"{setting[1]}: {setting[2]}" if setting else ""
+            raise UsageError(f"`{line.strip()}` is not YAML: {path}, line {number}", hint=f"write `{right}`")
+
+
+_TABLE = re.compile(r"\s*\[([\w-]+)\]\s*(?:#.*)?")
+_NO_COLON = re.compile(r"\s*([A-Za-z][\w-]*)(?:\s*=\s*|:(?=\S))(\S.*)")
 
 
 def _slug(name: str) -> str:
@@ -81,6 +95,7 @@ class _Reader:
     path: Path
     command: Any
     commands: Mapping[str, Any]
+    lines: Sequence[str]
     own: dict[str, Setting] = field(default_factory=dict)
     """Settings in the command's own section."""
     merged: set[int] = field(default_factory=set)
@@ -88,6 +103,7 @@ class _Reader:
 
     def read(self, root: yaml.Node) -> dict[str, Setting]:
         if not isinstance(root, yaml.MappingNode):
+            _check_is_no_toml(self.path, self.lines)
             raise UsageError(f"these are no settings: {self.place(root)}", hint=_HINT)
         self.merged = {id(one) for mapping in _mappings_in(root) for one in self._taken_in(mapping)}
         return self._settings(root, self.command, is_own=False) | self.own
@@ -130,7 +146,8 @@ class _Reader:
                     self.own |= settings
             elif isinstance(value, yaml.MappingNode) and self._normalized(name, command) == _CONFIG:
                 found |= self._speculative_config(value, command)
-            elif self._command_named(name) is not None and name != "config" and not self._is_flag_of_any(name):
+            elif is_section and name != "config" and not self._is_flag_of_any(name):
+                _check_is_no_toml(self.path, self.lines, value.start_mark.line)
                 raise UsageError(
                     f"`{name}` is a section, which holds settings and no value: {self.place(key)}",
                     hint="put its settings under it",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from commands.options.expand import current_command
+from commands.options.expand import CURRENT_COMMAND
 from commands.output.help import CLUSTER, INPUT, OUTPUT, RUNTIME, option
 from runtime.checkpoint.config import Quantization
 from runtime.util.errors import SpecDecError, UsageError
@@ -103,7 +103,7 @@ def check_has_more_bits(quantization: Quantization | None) -> None:
     """UsageError for `--compare-activations`, unless the weights are integers and their inputs have more
     than 8 bits.
     """
-    command = current_command()
+    command = CURRENT_COMMAND.get()
     takes_model = command is not None and "quantization" in command.flags
     if quantization is None or quantization.quant_algo is None or quantization.quant_algo.startswith("FP8"):
         raise UsageError(

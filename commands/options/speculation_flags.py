@@ -11,9 +11,8 @@ from commands.output.help import SPECULATION, as_flag, config_flag, option
 from commands.output.output import note, warn
 from runtime.drafters.lists import Devices, Parsed
 from runtime.drafters.spec import DrafterSpec, DraftLenMode, Setting
-from runtime.drafters.specs import DRAFTERS, MtpDrafter, lookups
+from runtime.drafters.specs import DRAFT_LEN, DRAFTERS, MtpDrafter, SuffixDrafter, lookups
 from runtime.drafters.speculation import Speculation
-from runtime.drafters.trtllm import DRAFT_LEN
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.words import nearest, word_among
 
@@ -22,7 +21,7 @@ _NONE = "none"
 """No drafter: a command line puts off with it what a file of settings or a variable has chosen."""
 _AUTO = "AUTO"
 """The drafters of AUTO: suffix matching; old answers, if many requests are answered; n-gram lookup, if one of its flags
-is given; and the models that are given.
+is given; the models that are given; the engine's self-draft copy; and the model's own head.
 """
 
 
@@ -84,7 +83,7 @@ Drafters = Annotated[
     option(
         SPECULATION,
         f"Use several drafters; each sequence gets the most profitable draft. Names: {', '.join(DRAFTERS)}, "
-        "each with its own flag. `auto` uses every drafter whose flag you give.",
+        "each with its own flag. `auto` uses every drafter whose flag you give, `none` no drafter.",
         check=_check_drafters,
         metavar="NAME,NAME",
     ),
@@ -104,6 +103,7 @@ class LeaderFlags:
     drafts_by_copy: bool = False
     """True if the engine is built with a self-draft copy."""
     sends_what_pays: bool = True
+    """True if drafts are cut to the length that pays, so that the drafter may offer long drafts."""
     model_dir: str | None = None
     answers_many: bool = False
     """True for commands that answer many requests, some of which may come again."""
@@ -166,6 +166,22 @@ class SpeculationOptions:
         """
         return speculation_from_flags(given_flags(self.flags), self.drafters, self.draft_len_mode, leader)
 
+    def check_has_drafter(self, leader: LeaderFlags) -> None:
+        """UsageError for a drafter's flag, such as a draft length, if no drafter is chosen. Reads no model."""
+        flags = _read_flags(given_flags(self.flags), self.drafters, leader)
+        if flags.drafter_names():
+            return
+        flags.check_used(())
+        if self.draft_len_mode == "auto":
+            raise needs_drafter()
+
+
+def needs_drafter() -> UsageError:
+    """The error for automatic draft lengths without a drafter."""
+    return UsageError(
+        "`--draft-len-mode auto` needs a drafter: there is none", hint=f"`{example_of(SuffixDrafter)}` is one"
+    )
+
 
 def _saved_profile(model_dir: str) -> Path | None:
     """The model's default profile, and a note that it is used; None if there is none, or it cannot be used."""
@@ -192,22 +208,26 @@ def speculation_from_flags(
     flag. UsageError for several drafters without an order, for a drafter in two spellings, or if half of a drafter's
     flags are missing.
     """
-    lists = {
-        name: spec.description.form.parse(given[flag], flag)
-        for name, spec in DRAFTERS.items()
-        if (flag := config_flag(spec)) in given
-    }
-    flags = _Flags({flag[2:].replace("-", "_"): value for flag, value in given.items()}, lists, leader, drafters)
+    flags = _read_flags(given, drafters, leader)
     names = flags.drafter_names()
     chosen = tuple(flags.spec_of(DRAFTERS[name], names) for name in names)
     flags.check_used(names)
-    devices = list(dict.fromkeys(one.devices for one in lists.values() if one.devices is not None))
+    devices = list(dict.fromkeys(one.devices for one in flags.lists.values() if one.devices is not None))
     if len(devices) > 1:
         raise UsageError(
             f"the drafters name different devices for the target: {', '.join(str(list(one)) for one in devices)}",
             hint="name the same devices in each",
         )
     return Speculation(chosen, draft_len_mode), devices[0] if devices else None
+
+
+def _read_flags(given: Mapping[str, Any], drafters: str | None, leader: LeaderFlags | None) -> "_Flags":
+    lists = {
+        name: spec.description.form.parse(given[flag], flag)
+        for name, spec in DRAFTERS.items()
+        if (flag := config_flag(spec)) in given
+    }
+    return _Flags({flag[2:].replace("-", "_"): value for flag, value in given.items()}, lists, leader, drafters)
 
 
 @dataclass(frozen=True)
@@ -223,13 +243,16 @@ class _Flags:
     """Value of `--drafters`."""
 
     def _chosen_by(self, spec: type[DrafterSpec]) -> str:
-        """Flag that chooses the drafter, if it is among the given flags."""
+        """The flag to choose the drafter with: `--drafters` if it is given, or if the command has no
+        `--spec-decode-algo`; else `--spec-decode-algo`.
+        """
         named = self.drafters is not None or (self.leader is not None and not self.leader.has_algorithms)
         return f"--drafters {spec.description.name}" if named else algorithm_flag(spec)
 
     def drafter_names(self) -> list[str]:
         """Names of the drafters to use: the drafter that a flag chooses, or all that `--drafters` names."""
-        algorithm, drafters = self._algorithm() if self.leader else None, self.drafters
+        named, drafters = None if self.leader is None else self.leader.algorithm, self.drafters
+        algorithm = None if named is None else parse_algorithm(named)
         if algorithm is not None and drafters is not None:
             raise UsageError(
                 f"`--spec-decode-algo` and `--drafters` cannot be given together: {algorithm}",
@@ -248,13 +271,6 @@ class _Flags:
         if self.leader and drafters is None and not self.lists and models:
             return models  # a draft model alone says what drafts
         return _chosen_names(list(self.lists), drafters)
-
-    def _algorithm(self) -> str | None:
-        """The algorithm of leader mode."""
-        assert self.leader is not None
-        if self.leader.algorithm is None:
-            return None
-        return parse_algorithm(self.leader.algorithm)
 
     def _all(self) -> list[str]:
         """The names of all drafters that are given. In leader mode AUTO's lookups are used if no lookup is given."""
@@ -312,7 +328,7 @@ class _Flags:
         if own is None and (self.leader is None or described.algorithm is None):
             raise UsageError(
                 f"`--drafters` names {described.name}, which needs `{config_flag(spec)}`: {self.drafters}",
-                hint=_form_hint(spec),
+                hint=f"the form of `{config_flag(spec)}` is {described.form}",
             )
         values = {} if own is None else dict(own.values)
         for name, setting in spec.settings().items():
@@ -400,10 +416,6 @@ class _Flags:
         own = self.lists.get(spec.description.name)
         said = () if own is None else own.values
         return any(name in said for name, setting in spec.settings().items() if setting.leader_flag == flag)
-
-
-def _form_hint(spec: type[DrafterSpec]) -> str:
-    return f"the form of `{config_flag(spec)}` is {spec.description.form}"
 
 
 def _chosen_names(given: list[str], drafters: str | None) -> list[str]:

@@ -11,8 +11,8 @@ _EXAMPLE = f"""{_FLAG[:-1]} '{{"method": "ngram", "num_speculative_tokens": 5}}'
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
-    """Flags by their Python names; `spec_decode_algo` chooses the drafter. UsageError for a key that corresponds to no
-    flag.
+    """Flags by their Python names; `spec_decode_algo` chooses the drafter. UsageError for text that is no JSON object,
+    or for a key that corresponds to no flag.
     """
     try:
         config = json.loads(text)

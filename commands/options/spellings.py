@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from runtime.builder.engine_options import FLAG_ALIASES
 
-# TensorRT-LLM's name, or one of before -> ours, after underscores have become hyphens.
+# Another program's name, or our earlier name -> our name, after underscores have become hyphens.
 _ALIASES = {
     **FLAG_ALIASES,
     "test-trt-llm": "test-engine",
@@ -56,13 +56,13 @@ _ALIASES = {
 # Flags whose value may be an empty text, or that say themselves what is wrong with one.
 OF_TEXT = frozenset({"input-text", "stop-words", "bad-words", "system"})
 
-# What one command calls otherwise than the others.
+# Flags that a command calls by another name than the other commands.
 _OF_COMMAND = {
     "summarize": {"max-output-len": "output-len"},
     "convert": {"tensor-parallel-size": "tp-size"},
 }
 
-# Flags of a command that are spelled like another one's alias: llama.cpp's `--parallel` is a number.
+# Flags of a command whose name is an alias in other commands: `--parallel` is llama.cpp's for `--max-batch-size`.
 _NOT_RENAMED = {"train": ("parallel",)}
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ _UNBOUNDED = 10_000
 
 @dataclass(frozen=True)
 class Output:
-    """Output of a command. It is a group of options that all commands have."""
+    """Output of a command. It is a group of options that most commands have."""
 
     json: Annotated[bool, option(OUTPUT, "Print one JSON document on stdout.", "--json")] = False
     quiet: Annotated[bool, option(OUTPUT, "Print the result only.", "--quiet")] = False
@@ -230,9 +230,17 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share * 100:.1f} %"
 
 
-def columns_with_values(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Indices of a table's columns that hold more than dashes. Without a drafter some columns hold only dashes."""
-    return [i for i, _ in enumerate(rows[0]) if any(row[i] not in ("-", "0/0") for row in rows)]
+def add_columns_with_values(
+    table: Table, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[str], no_wrap: bool = False
+) -> None:
+    """Add the columns that hold more than dashes and `0/0`, as some do without a drafter, and the rows. All columns but
+    those of `left` are aligned right.
+    """
+    shown = [i for i, _ in enumerate(columns) if any(row[i] not in ("-", "0/0") for row in rows)]
+    for i in shown:
+        table.add_column(columns[i], justify="left" if columns[i] in left else "right", no_wrap=no_wrap)
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
 
 
 def speedup_line(speedup: float) -> str:
@@ -241,16 +249,13 @@ def speedup_line(speedup: float) -> str:
     return f"speedup over no drafter: {speedup:.2f}x{verdict}"
 
 
-def fixed_lost_line(lost: "FixedLost | None") -> list[str]:
-    """A line for a fixed draft length that lost time, with the estimate for automatic lengths; empty if it did not
-    lose.
-    """
-    if lost is None:
-        return []
-    return [
-        f"drafts of a fixed length lost: at the measured step costs they were {lost.fixed:.2f}x as fast as no drafter; "
-        f"`--draft-len-mode auto` would have been {lost.automatic:.2f}x"
-    ]
+def show_fixed_lost(lost: "FixedLost | None", output: Output) -> None:
+    """Show a line if a fixed draft length lost time, with the estimate for automatic lengths."""
+    if lost is not None:
+        output.result(
+            "drafts of a fixed length lost: at the measured step costs they were "
+            f"{lost.fixed:.2f}x as fast as no drafter; `--draft-len-mode auto` would have been {lost.automatic:.2f}x"
+        )
 
 
 def megabytes(num_bytes: int) -> str:

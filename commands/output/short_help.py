@@ -136,7 +136,7 @@ def overview(commands: Set[str], examples: Iterable[str], width: int = WIDTH) ->
 def short_help(command: Any, common: Iterable[str], examples: Iterable[str], width: int = WIDTH) -> str:
     """The text of `specdec COMMAND --help`: examples, and a line for each of the `common` flags."""
     name = command.name or ""
-    shown = [param for param in command.params if param.name in common and not getattr(param, "hidden", False)]
+    shown = [param for param in command.params if param.name in common and not _is_hidden(param)]
     arguments = [param for param in shown if param.param_type_name == "argument"]
     words = " ".join(_argument(param) for param in arguments)
     lines = [f"Usage: specdec {' '.join([name, words]).strip()} [FLAGS]", ""]

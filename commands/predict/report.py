@@ -44,15 +44,15 @@ class PredictDocument(Head):
 def predict_speeds(options: PredictOptions, output: Output) -> None:
     """Replay the outputs, and show the time of each candidate on the other machine."""
     from runtime.measure.tuning.elsewhere import read_costs
-    from runtime.measure.tuning.search import Cost, Replayer, Search, fixed
+    from runtime.measure.tuning.search import Cost, Replayer, Search
     from runtime.text.text import open_tokenizer
     from runtime.text.traces import read_traces
 
-    there = read_costs(options.costs)
+    costs, machine = read_costs(options.costs)
     tokenizer = None if options.tokenizer_dir is None else open_tokenizer(options.tokenizer_dir)
     traces = read_traces(options.traces, tokenizer)
-    cost = Cost(there.model, _MAX_NUM_TOKENS)
-    search = Search(Replayer(traces, options.batch_size, cost), options.max_draft_len, fixed(), False)
+    replayer = Replayer(traces, options.batch_size, Cost(costs, _MAX_NUM_TOKENS))
+    search = Search(replayer, options.max_draft_len)
     with output.progress("replaying", search.most) as advance:
         search.run(advance)
     num_tokens = sum(len(trace.output_tokens) for trace in traces)
@@ -77,7 +77,7 @@ def predict_speeds(options: PredictOptions, output: Output) -> None:
         num_traces=len(traces),
         num_output_tokens=num_tokens,
         batch_size=options.batch_size,
-        machine=there.machine,
+        machine=machine,
         pays=predicted[0].speedup > 1,
         predicted=predicted,
     )

@@ -15,7 +15,7 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?) ?(%?)")
 
 
 def _share(text: str) -> float:
-    """0.02 for `2%`. UsageError for what is no share."""
+    """0.02 for `2%`. UsageError unless the text is a share, from 0 to 1 or from 0% to 100%."""
     found = _SHARE.fullmatch(text.strip())
     share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
     if not 0 <= share <= 1:
@@ -65,9 +65,7 @@ class RegressOptions:
     report: Report = None
 
     def check(self) -> None:
-        """SpecDecError for files that cannot be read or written, and for a share of answers that is not between 0 and
-        1.
-        """
+        """SpecDecError for files, a share of answers, or flags together that cannot be used."""
         check_report(self.report)
         check_readable([self.traces])
         check_output_files([] if self.report is None else [self.report], [self.traces])

@@ -3,13 +3,13 @@
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 from rich.table import Table
@@ -35,21 +35,25 @@ from runtime.util.errors import SpecDecError
 _MOST_SHOWN, _MOST_IN_PAGE, _MOST_IN_DOCUMENT = 20, 200, 10_000
 _NUM_TOGETHER = 256
 """Answers in memory at a time."""
-T = TypeVar("T")
 
 
 @dataclass
 class Regressed:
     """Counts so far, and the parts of the answers that documents and pages show."""
 
+    has_kl: bool
+    """True if the new engine's probabilities are compared with an old engine's."""
+    is_whole: bool
+    """True if all tokens of an answer are compared, instead of only those up to the first change."""
     answers: list[RegressAnswer] = field(default_factory=list)
     num_answers: int = 0
     num_not_compared: int = 0
     num_foreign: int = 0
     """Lines of the file that are not answers."""
     places: "array[int]" = field(default_factory=lambda: array("q"))
-    """Counts by position of the first token that differs."""
+    """Position of the first token that differs, for each answer that changes."""
     gaps: "array[float]" = field(default_factory=lambda: array("d"))
+    """Logits of the new engine between its token and the old one at these positions, where they are known."""
     shown: list[tuple[int, Compared]] = field(default_factory=list)
     """The first answers that change, with their indices in `answers`."""
     texts: list[tuple[str, str]] = field(default_factory=list)
@@ -58,8 +62,10 @@ class Regressed:
     """Answers that were compared although another model with the same tokenizer gave them."""
     other_model: str = ""
     """Digest of the first such model's architecture."""
+    wall_s: float = 0.0
+    new_answers_s: float = 0.0
 
-    def add(self, one: Compared, *, has_kl: bool, is_whole: bool) -> None:
+    def add(self, one: Compared) -> None:
         self.num_answers += 1
         self.num_not_compared += one.problem is not None
         self.num_foreign += one.old.is_foreign
@@ -68,13 +74,31 @@ class Regressed:
             if one.gap is not None:
                 self.gaps.append(one.gap)
         if len(self.answers) < _MOST_IN_DOCUMENT:
-            self.answers.append(_answer(one, has_kl=has_kl, is_whole=is_whole))
+            self.answers.append(self._answer(one))
             if one.has_diverged and len(self.shown) < _MOST_IN_PAGE:
                 self.shown.append((len(self.answers) - 1, one))
 
+    def _answer(self, one: Compared) -> RegressAnswer:
+        num_tokens, is_done = len(one.output), one.problem is None and bool(one.output)
+        problem = one.problem
+        if problem is not None and one.old.where not in problem:
+            problem = f"{one.old.where} cannot be compared: {problem}"
+        return RegressAnswer(
+            where=one.old.where,
+            problem=problem,
+            num_tokens=num_tokens,
+            place=one.place,
+            old_token=None if one.place is None else one.output[one.place],
+            new_token=one.new_token,
+            gap=one.gap,
+            agreement=one.num_agreeing / num_tokens if is_done and self.is_whole else None,
+            mean_kl=one.kl / num_tokens if is_done and self.has_kl else None,
+            new_ids=one.new_output,
+        )
+
 
 def compare_answers(options: RegressOptions, choice: EngineChoice, output: Output) -> None:
-    """Compare, show and write; exits with 1 if more answers diverge than may."""
+    """Compare, show and write; exits with 1 if an answer cannot be compared, or if more answers diverge than may."""
     with ExitStack() as stack:
         made = stack.enter_context(engines_made(choice, output))
         llm = stack.enter_context(open_engine(made))
@@ -82,15 +106,18 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
         if old is not None:
             _check_pair(old, llm, output)
         comparison = Comparison(llm.engine, None if old is None else old.engine, until_change=options.until_change)
-        found, seconds = Regressed(), [0.0, 0.0]
+        found = Regressed(has_kl=old is not None, is_whole=not options.until_change)
         compared = comparison.compare(_asked(llm, options.traces))
         with output.progress("comparing", num_lines(options.traces)) as advance:
-            while some := _timed(seconds, 0, lambda: list(islice(compared, _NUM_TOGETHER))):
+            start = time.perf_counter()
+            while some := list(islice(compared, _NUM_TOGETHER)):
+                compared_s = time.perf_counter()
+                found.wall_s += compared_s - start
                 if options.new_answers:
-                    diverged = [one for one in some if one.has_diverged]
-                    _timed(seconds, 1, partial(generate_new, llm.engine, diverged))
+                    generate_new(llm.engine, [one for one in some if one.has_diverged])
+                    found.new_answers_s += time.perf_counter() - compared_s
                 for one in some:
-                    found.add(one, has_kl=old is not None, is_whole=not options.until_change)
+                    found.add(one)
                     if (other := _other_model(one, llm)) is not None:
                         found.num_of_other_models += 1
                         found.other_model = found.other_model or other
@@ -98,6 +125,7 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
                         texts = one.new_output or list(one.output), list(one.output)
                         found.texts.append((_text(llm, one, texts[0]), _text(llm, one, texts[1])))
                     advance(1)
+                start = time.perf_counter()
         if found.num_foreign == found.num_answers:
             first = found.answers[0].problem if found.answers else options.traces
             raise SpecDecError(f"the file has no answers: {first}", hint="give another file")
@@ -105,11 +133,10 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
             of = "answer is another model's" if num == 1 else "answers are other models'"
             first = f"architecture {in_words(found.other_model)}, here {llm.fingerprint.architecture}"
             output.warning(f"{num:,} {of}, with the same tokenizer: {first}")
-        document = _document(llm, old, options, comparison, found, seconds)
+        document = _document(llm, old, options, comparison, found)
         _show(document, llm, output)
         if options.report is not None:
-            write_page(options.report, regress_page(document, found.shown, llm))
-            output.result(f"report written: {options.report}")
+            write_page(options.report, regress_page(document, found.shown, llm), output)
     output.document(document.as_json())
     if not document.passed:
         raise typer.Exit(1)
@@ -137,15 +164,6 @@ def _other_model(one: Compared, llm: LLM) -> str | None:
     return None if theirs == llm.fingerprint.architecture else theirs
 
 
-def _timed(seconds: list[float], place: int, work: Callable[[], T]) -> T:
-    """The result of `work`, whose time is added to `seconds[place]`."""
-    start = time.perf_counter()
-    try:
-        return work()
-    finally:
-        seconds[place] += time.perf_counter() - start
-
-
 def _asked(llm: LLM, path: Path) -> Iterator[Compared]:
     """Each answer of the file, ready to be compared. An answer that cannot be compared has a `problem`."""
     vocab_size, checker = llm.bundle.config.vocab_size, llm.checker()
@@ -165,9 +183,7 @@ def _asked(llm: LLM, path: Path) -> Iterator[Compared]:
 
 
 def _other_tokenizer(old: OldAnswer, llm: LLM) -> str | None:
-    """A sentence for a receipt from another tokenizer, for which the same ids stand for other texts; None for this
-    engine's tokenizer.
-    """
+    """The problem of a receipt from another tokenizer, whose ids stand for other texts; None for this engine's."""
     theirs = None if old.receipt is None else old.receipt.fingerprint.tokenizer
     if theirs is None or llm.tokenizer is None or theirs == (ours := llm.fingerprint.tokenizer):
         return None
@@ -175,17 +191,11 @@ def _other_tokenizer(old: OldAnswer, llm: LLM) -> str | None:
 
 
 def _document(
-    llm: LLM,
-    old: LLM | None,
-    options: RegressOptions,
-    comparison: Comparison,
-    found: Regressed,
-    seconds: list[float],
+    llm: LLM, old: LLM | None, options: RegressOptions, comparison: Comparison, found: Regressed
 ) -> RegressDocument:
     num_done, num_diverged = found.num_answers - found.num_not_compared, len(found.places)
-    positions, has_kl = comparison.positions, comparison.old is not None
+    positions, has_kl, is_whole = comparison.positions, found.has_kl, found.is_whole
     num_tokens, most, has_new = sum(positions.num), options.most_diverged, options.new_answers
-    is_whole = not options.until_change
     news, olds = [new for new, _ in found.texts], [old_text for _, old_text in found.texts]
     return RegressDocument(
         **measured_head("regress"),
@@ -206,8 +216,8 @@ def _document(
             median_gap=statistics.median(found.gaps) if found.gaps else None,
             num_equal_new=num_done - num_diverged if has_new else None,
             rouge=rouge_scores(news, olds) if news else None,
-            wall_s=seconds[0],
-            new_answers_s=seconds[1] if has_new else None,
+            wall_s=found.wall_s,
+            new_answers_s=found.new_answers_s if has_new else None,
         ),
         positions=[
             RegressPosition(num_answers=num, agreement=agreeing / num, mean_kl=kl / num if has_kl else None)
@@ -216,28 +226,6 @@ def _document(
         ],
         answers=found.answers,
         num_answers_left_out=found.num_answers - len(found.answers),
-    )
-
-
-def _answer(one: Compared, *, has_kl: bool, is_whole: bool) -> RegressAnswer:
-    """The document's record of an answer. `is_whole`: all its tokens were compared, instead of only those up to the
-    first change.
-    """
-    num_tokens, is_done = len(one.output), one.problem is None and bool(one.output)
-    problem = one.problem
-    if problem is not None and one.old.where not in problem:
-        problem = f"{one.old.where} cannot be compared: {problem}"
-    return RegressAnswer(
-        where=one.old.where,
-        problem=problem,
-        num_tokens=num_tokens,
-        place=one.place,
-        old_token=None if one.place is None else one.output[one.place],
-        new_token=one.new_token,
-        gap=one.gap,
-        agreement=one.num_agreeing / num_tokens if is_done and is_whole else None,
-        mean_kl=one.kl / num_tokens if is_done and has_kl else None,
-        new_ids=one.new_output,
     )
 
 
@@ -324,14 +312,9 @@ def _texts(one: Compared, llm: LLM) -> dict[str, Any]:
     """The prompt, the beginning that both answers share, and the rest of the old and of the new answer."""
     assert one.place is not None
     prompt, same = list(one.request.prompt_tokens), list(one.output[: one.place])
-    new = (
-        one.new_output[one.place :]
-        if one.new_output is not None
-        else [one.new_token]
-        if one.new_token is not None
-        else []
-    )
-
+    new = [] if one.new_token is None else [one.new_token]
+    if one.new_output is not None:
+        new = one.new_output[one.place :]
     text = partial(text_or_ids, llm.tokenizer)
     before = [*prompt, *same]
     return {

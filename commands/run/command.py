@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-from commands.inputs.prompts import read_prompts
+from commands.inputs.prompts import check_readable_by, read_prompts
 from commands.options.engine_choice import EngineOptions, KVDiskOptions
 from commands.options.expand import expand_groups
 from commands.output.output import Output
 from commands.run.flags import RunGeneration, RunInputs, RunResults
-from runtime.core.params import SamplingParams
 from runtime.util.errors import UsageError
 
 
@@ -34,30 +33,26 @@ def run(
     results.check(output)
     results.check_files([*inputs.paths, *engine.paths])
     params = generation.params(results.logprobs)
-    _warn_of_equal_outputs(params, output)
+    if params.n > 1 and params.config().is_greedy:
+        output.warning(f"greedy outputs of one prompt are all the same: `--num-return-sequences {params.n}`")
     inputs = inputs.with_example()
     prompts = read_prompts(inputs.texts, inputs.input_file)
     choice = engine.choose(params, generation.common.max_num_tokens, check_lossless=results.check_lossless)
     choice = choice.with_disk(disk)
     # With K/V on disk it is the engine that later runs open.
     choice = replace(choice, answers_first=params.config().is_greedy and disk.kv_cache_dir is None)
-    if inputs.apply_chat_template or any(prompt.messages for prompt in prompts):
+    if inputs.apply_chat_template:
         choice.check_chat_template()
-    elif inputs.continue_final_message:
+    elif inputs.continue_final_message and not any(prompt.messages for prompt in prompts):
         raise UsageError(
             "`--continue-final-message` needs conversations, and the prompts have no `messages`",
             hint="give them in a .jsonl file with `--input-file`",
         )
-    elif any(prompt.text is not None for prompt in prompts):
-        choice.check_tokenizer()
+    else:
+        check_readable_by(choice, prompts)
 
     from commands.options.sessions import open_setup_of_models
     from commands.run.work import answer
 
     with open_setup_of_models(choice, output) as setup:
         answer(setup, prompts, inputs, results, output)
-
-
-def _warn_of_equal_outputs(params: SamplingParams, output: Output) -> None:
-    if params.n > 1 and params.config().is_greedy:
-        output.warning(f"greedy outputs of one prompt are all the same: `--num-return-sequences {params.n}`")

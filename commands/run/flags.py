@@ -20,7 +20,7 @@ EXAMPLE_PROMPT = "Born in north-east France, Soyer trained as a"
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Paths to read."""
+    """Prompts, and how they become requests."""
 
     prompt: Annotated[
         list[str] | None, typer.Argument(help="Prompts; `-` reads standard input.", show_default=False)
@@ -52,6 +52,7 @@ class RunInputs:
 
     @property
     def paths(self) -> list[Path]:
+        """Paths to read."""
         return [] if self.input_file is None else [self.input_file]
 
     def with_example(self) -> "RunInputs":
@@ -82,7 +83,7 @@ class RunGeneration:
     ] = 1
 
     def for_chat(self, defaults: Mapping[str, Any]) -> "RunGeneration":
-        """Parameters for a chat. The model's own sampling holds if no sampling flag is given."""
+        """The same flags with the model's own sampling, as `SamplingOptions.for_chat` fills it in."""
         return replace(self, common=replace(self.common, sampling=self.common.sampling.for_chat(defaults)))
 
     def params(self, logprobs: int | None, usual_len: int | None = DEFAULT_OUTPUT_LEN) -> SamplingParams:
@@ -142,7 +143,9 @@ class RunResults:
         return path.with_name(f"{path.stem}_generation.npy")
 
     def check(self, output: Output) -> None:
-        """UsageError for outputs that cannot both go to stdout, and for `--quiet` if nothing else shows the output."""
+        """UsageError for a flag without the flag that it needs, for two outputs on stdout, and for `--show-tokens`
+        where no text is shown to people.
+        """
         if self.receipt_ids is not None and self.receipts is None:
             raise UsageError(f"`--receipt-ids` is for receipts: {self.receipt_ids}", hint="give `--receipts` too")
         if self.logprobs is not None and not output.json:
@@ -170,7 +173,5 @@ class RunResults:
         logits = self.output_logits_npy
         if logits is not None and (logits.name in ("", "..") or logits.is_dir()):
             raise SpecDecError(f"cannot write the file (Is a directory): {logits}", hint="choose another path")
-        outputs = (
-            *(self.output_csv, self.output_npy, self.logits_file, self.output_traces, self.receipts, self.report),
-        )
+        outputs = (self.output_csv, self.output_npy, self.logits_file, self.output_traces, self.receipts, self.report)
         check_output_files([path for path in outputs if path is not None], inputs)

@@ -15,14 +15,15 @@ from commands.inputs.prompts import Prompt, without_padding
 from commands.options.sessions import lossless_check, token_progress
 from commands.output.documents.records import Total
 from commands.output.documents.settings import Setup
-from commands.output.html.report import write_report
+from commands.output.html.page import write_page
+from commands.output.html.report import html_report
 from commands.output.output import (
     Output,
-    columns_with_values,
-    fixed_lost_line,
+    add_columns_with_values,
     milliseconds,
     number,
     percent,
+    show_fixed_lost,
     speedup_line,
 )
 from commands.output.tables.drafts import counts_line, legend, mark_for_stdout, marked_text, show_details
@@ -119,11 +120,7 @@ def requests_table(generation: Generation, labels: list[str]) -> Table:
     columns = ("Request", "Tokens", "Steps", "Tokens/step", "Accepted", "Rate", "TTFT", "TPOT", "End")
     rows = [_request_row(sequence, labels[sequence.request.id]) for sequence in generation.sequences]
     table = Table()
-    shown = columns_with_values(rows)
-    for column in (columns[i] for i in shown):
-        table.add_column(column, justify="left" if column in ("Request", "End") else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(row[i] for i in shown))
+    add_columns_with_values(table, columns, rows, left=("Request", "End"), no_wrap=True)
     return table
 
 
@@ -172,8 +169,7 @@ def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunR
         show_stats(generation, labels, setup.session.max_draft_len, results.stats, output)
         if results.stats != "none" and output.human:
             batch_size = setup.llm.bundle.config.build_config.max_batch_size
-            for line in fixed_lost_line(fixed_lost(setup.session, generation.sequences, batch_size)):
-                output.result(line)
+            show_fixed_lost(fixed_lost(setup.session, generation.sequences, batch_size), output)
         _write_files(setup, prompts, generation, results, output)
     compared = _compare(setup, requests, generation, results, output) if results.check_lossless else None
     settings = {"max_input_length": inputs.max_input_length, "max_output_len": setup.params.max_tokens}
@@ -188,8 +184,8 @@ def answer(setup: Setup, prompts: list[Prompt], inputs: RunInputs, results: RunR
     )
     output.document(document.as_json())
     if results.report is not None:
-        write_report(results.report, document.as_json(), all_pieces(setup.llm.tokenizer, generation.sequences))
-        output.result(f"report written: {results.report}")
+        pieces = all_pieces(setup.llm.tokenizer, generation.sequences)
+        write_page(results.report, html_report(document.as_json(), pieces), output)
     if failed is not None:
         raise failed
     if num_unfinished or (results.check_lossless and compared is None):
@@ -304,7 +300,7 @@ def write_ids(sequences: list[Sequence], pad_id: int, csv: Path | None, npy: Pat
 
 
 def write_logits(sequences: list[Sequence], path: Path) -> None:
-    """(outputs, longest output, vocab) float32; NaN after the end of an output."""
+    """Write the logits, [outputs, longest output, vocab_size] float32; NaN after the end of an output."""
     logits = torch.nn.utils.rnn.pad_sequence(
         [torch.stack(sequence.logits) for sequence in sequences], batch_first=True, padding_value=float("nan")
     )

@@ -52,7 +52,9 @@ DOCUMENTS: dict[str, type[Record]] = {
     "tune": TuneDocument,
     "verify": VerifyDocument,
 }
-"""Name of a schema -> record of the document: `cache_list` for `specdec cache list`; `corpus` prints one kind."""
+"""Name of a schema -> record of the document: `cache_list` for `specdec cache list`, `corpus` for `create`, `merge` and
+`stats` alike.
+"""
 LINES = {"receipt": Receipt}
 """Name of a schema -> class of a line of a file."""
 

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from commands.inputs.dataset import Columns, Sample, load_samples
 from commands.options.engine_choice import EngineChoice, EngineOptions
 from commands.options.expand import expand_groups
-from commands.options.shared import (
-    ClusterOptions,
-)
+from commands.options.shared import ClusterOptions
 from commands.output.output import Output, check_new_directory
 from commands.summarize.flags import EvaluationOptions, SummarizeInputs, SummarizeResults
 from runtime.checkpoint.resolve import read_model_config, resolve_model

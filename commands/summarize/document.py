@@ -307,7 +307,7 @@ def _category(max_draft_len: int, samples: list[Sample], runs: list["SystemRun"]
 
 
 def _counts(max_draft_len: int, answers: list[Any], work: "Work | None") -> dict[str, Any]:
-    """Counts of the engine for a category; None if the engine was not run."""
+    """Counts of the engine for a category; empty if the engine was not run."""
     from runtime.core.generation import total_record
 
     if work is None:
@@ -335,7 +335,8 @@ def _checks(
     others: tuple[tuple[SystemName, str], ...] = (("hf", "hf"), ("engine_no_drafter", "no_drafter"))
     for other, name in others:
         if engine and other in runs and comparable[other]:
-            same = _num_identical(engine, runs[other])
+            pairs = zip(engine.samples, runs[other].samples, strict=True)
+            same = sum(ours.output_tokens == theirs.output_tokens for ours, theirs in pairs)
             checks[f"identical_to_{name}"] = Identical(num_identical=same, num_samples=len(engine.samples))
     if asked.rouge1_threshold is not None:
         checks["accuracy"] = _accuracy(rouge, asked.rouge1_threshold, asked.rouge1_max_loss)
@@ -355,10 +356,6 @@ def _accuracy(rouge: dict[SystemName, Rouge | None], threshold: float, max_loss:
     assert hf is not None
     passed = passed and hf.rouge1 - rouge1 <= max_loss
     return Accuracy(rouge1=rouge1, threshold=threshold, passed=passed, hf_rouge1=hf.rouge1, max_loss=max_loss)
-
-
-def _num_identical(a: "SystemRun", b: "SystemRun") -> int:
-    return sum(x.output_tokens == y.output_tokens for x, y in zip(a.samples, b.samples, strict=True))
 
 
 def write_outputs(output_dir: Path, llm: "LLM", runs: list["SystemRun"], document: SummarizeDocument) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from commands.inputs.dataset import DEMO, EvalTask
 from commands.options.sampling_flags import GenerationOptions
@@ -13,13 +13,7 @@ from runtime.checkpoint.config import BuildConfig
 from runtime.core.params import Mode
 from runtime.util.errors import SpecDecError, UsageError
 
-if TYPE_CHECKING:
-    pass
-
-
 _DEFAULT_THRESHOLD = 15.0
-
-
 OUTPUT_DIR_FILES = ("engine.out", "hf.out", "summary.json")
 
 
@@ -96,7 +90,7 @@ class EvaluationOptions:
         return self if self.test_engine or self.test_hf else replace(self, test_engine=True)
 
     def check(self, hf_model_dir: str | None) -> None:
-        """UsageError if there is no model to test, or no engine for workers."""
+        """UsageError for `--test-hf` without a model or with a form, and for `--ray` without the engine."""
         self.common.check()
         self.cluster.check()
         if self.test_hf and hf_model_dir is None:
@@ -175,32 +169,28 @@ class SummarizeResults:
         return _DEFAULT_THRESHOLD if self.rouge1_threshold is None else self.rouge1_threshold
 
     def check(self, *, test_engine: bool, test_hf: bool) -> None:
-        """UsageError for a flag about the engine if the engine is not run."""
+        """UsageError for `--rouge1-max-loss` without the two flags that it needs, and for flags about the engine if the
+        engine is not run.
+        """
         if self.rouge1_max_loss is not None:
-            given = f"`--rouge1-max-loss {self.rouge1_max_loss:g}`"
+            max_loss = f"`--rouge1-max-loss {self.rouge1_max_loss:g}`"
             if not self.check_accuracy:
-                raise UsageError(f"{given} needs `--check-accuracy`", hint="`--check-accuracy`")
+                raise UsageError(f"{max_loss} needs `--check-accuracy`", hint="`--check-accuracy`")
             if not test_hf:
                 raise UsageError(
-                    f"{given} needs `--test-hf`, to compare with Hugging Face",
+                    f"{max_loss} needs `--test-hf`, to compare with Hugging Face",
                     hint="add `--test-hf --hf-model-dir MODEL`",
                 )
         if self.rouge1_threshold is not None and not self.check_accuracy:
             warn(f"`--rouge1-threshold` has no effect without `--check-accuracy`: {self.rouge1_threshold:g}")
-        if test_engine:
-            return
-        if self.check_accuracy:
-            raise UsageError(
-                "`--check-accuracy` needs `--test-engine`", hint="add `--test-engine`, which runs the engine"
-            )
-        if self.check_lossless:
-            raise UsageError(
-                "`--check-lossless` needs `--test-engine`", hint="add `--test-engine`, which runs the engine"
-            )
-        if self.output_traces is not None:
-            raise UsageError(
-                "`--output-traces` needs `--test-engine`", hint="add `--test-engine`, which runs the engine"
-            )
+        about_engine = {
+            "--check-accuracy": self.check_accuracy,
+            "--check-lossless": self.check_lossless,
+            "--output-traces": self.output_traces,
+        }
+        given = [flag for flag, value in about_engine.items() if value]
+        if given and not test_engine:
+            raise UsageError(f"`{given[0]}` needs `--test-engine`", hint="add `--test-engine`, which runs the engine")
 
     def check_files(self, inputs: list[Path]) -> None:
         """SpecDecError unless each file can be written. `--output-dir` has files of its own, and need not exist yet."""

@@ -12,14 +12,15 @@ from commands.inputs.dataset import EvalTask, Sample, summarization_prompt
 from commands.options.sessions import lossless_check
 from commands.output.documents.records import Total
 from commands.output.documents.settings import Setup
-from commands.output.html.report import write_report
+from commands.output.html.page import write_page
+from commands.output.html.report import html_report
 from commands.output.output import (
     Output,
-    columns_with_values,
-    fixed_lost_line,
+    add_columns_with_values,
     milliseconds,
     number,
     percent,
+    show_fixed_lost,
     speedup_line,
     visible,
     warn,
@@ -108,13 +109,12 @@ def evaluate(
         write_traces(results.output_traces, zip(runs[0].sequences, categories, strict=True))
     show_summary(document, samples, runs, results.stats, output)
     if results.stats != "none" and options.test_engine and output.human:
-        for line in fixed_lost_line(fixed_lost(setup.session, runs[0].sequences, options.batch_size)):
-            output.result(line)
+        show_fixed_lost(fixed_lost(setup.session, runs[0].sequences, options.batch_size), output)
     output.document(document.as_json())
     if results.report is not None:
         pieces = all_pieces(setup.llm.tokenizer, runs[0].sequences)
-        write_report(results.report, document.as_json(), pieces or [None] * len(samples))
-        output.result(f"report written: {results.report}")
+        html = html_report(document.as_json(), pieces or [None] * len(samples))
+        write_page(results.report, html, output)
     if answers.is_interrupted:
         raise typer.Exit(130)
     fail_unless_lossless(document.checks.lossless)
@@ -342,7 +342,7 @@ def _system_table(document: SummarizeDocument, runs: list[SystemRun]) -> Table:
 
 
 def _part_of_step(total: Total, part: str) -> str:
-    """Mean time of a part of a step; None for a part that took no time at all, such as drafting without a drafter."""
+    """Mean time of a part of a step; a dash for drafting without a drafter, which takes no time."""
     seconds: float | None = getattr(total, f"{part}_time_per_step_s")
     return "-" if part.startswith("draft") and not seconds else milliseconds(seconds)
 
@@ -361,11 +361,7 @@ def _category_table(categories: dict[str, Category]) -> Table:
     table = Table(title="By category", title_justify="left")
     columns = ("category", "samples", "ROUGE-1", "ROUGE-2", "tokens per step", "acceptance rate", "TPOT", "speedup")
     rows = [_category_row(name, record) for name, record in categories.items()]
-    shown = columns_with_values(rows)
-    for column in (columns[i] for i in shown):
-        table.add_column(column, justify="left" if column == "category" else "right")
-    for row in rows:
-        table.add_row(*(row[i] for i in shown))
+    add_columns_with_values(table, columns, rows, left=("category",))
     return table
 
 
@@ -379,12 +375,8 @@ def _category_row(name: str, record: Category) -> list[str]:
         number(record.tokens_per_step),
         percent(record.draft_acceptance_rate),
         milliseconds(tpot_s),
-        _times(record.speedup),
+        "-" if record.speedup is None else f"{record.speedup:.2f}x",
     ]
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def _speedup_lines(document: SummarizeDocument) -> list[str]:
@@ -392,7 +384,7 @@ def _speedup_lines(document: SummarizeDocument) -> list[str]:
     if document.speedup is not None:
         lines.append(speedup_line(document.speedup))
     if document.speedup_over_hf is not None:
-        lines.append(f"speedup over Hugging Face: {_times(document.speedup_over_hf)}")
+        lines.append(f"speedup over Hugging Face: {document.speedup_over_hf:.2f}x")
     return lines
 
 

@@ -73,9 +73,8 @@ class TrainInputs:
         """The same inputs with the model that the first word names. UsageError if no model is named, or two models
         are.
         """
-        model_dir = self.model_dir if self.model is None else self.model
-        if self.model is not None:
-            named_by(self.model, self.model_dir, None)
+        named_by(self.model, self.model_dir, None)
+        model_dir = self.model or self.model_dir
         if model_dir is None:
             raise UsageError(
                 "no model to train for is given", hint="name it first, as in `specdec train demo`, or by `--model-dir`"
@@ -170,7 +169,9 @@ class TrainResults:
         return self.work_dir or self.output_dir.with_name(f"{self.output_dir.name}.training")
 
     def check(self) -> None:
-        """SpecDecError unless the head's directory is new or empty."""
+        """SpecDecError unless the head's directory is new or empty, and the working directory is another directory, or
+        new.
+        """
         path = self.output_dir
         if path.exists() and not path.is_dir():
             raise SpecDecError(f"output directory is a file: {path}", hint="choose another name")

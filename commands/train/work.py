@@ -4,11 +4,9 @@ result.
 
 import json
 import shutil
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -52,11 +50,6 @@ from runtime.training.training_run import (
 from runtime.util.cache import digest, file_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import new_directory
-
-
-def train_document(**fields: Any) -> dict[str, Any]:
-    return TrainDocument(**document_head("train"), **fields).as_json()
-
 
 ANSWERS = "answers.jsonl"
 _ROUND = 8  # batches of answers that are kept at once
@@ -143,7 +136,9 @@ def _traces(llm: LLM, inputs: TrainInputs, prompts: list[Prompt], directory: Pat
 
 
 def _answers(llm: LLM, inputs: TrainInputs, prompts: list[Prompt], directory: Path, output: Output) -> list[Trace]:
-    """Greedy answers to the prompts. Answers that an earlier start has given are read from the working directory."""
+    """Greedy answers to the prompts. Answers that an earlier start has given are read from the working directory.
+    SpecDecError if they answer other prompts.
+    """
     if not prompts:
         return []
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=inputs.max_output_len)
@@ -245,7 +240,7 @@ def _train(run: TrainingRun, output: Output) -> tuple[Accepted, Accepted]:
 
 
 def best_length(accepted: Accepted) -> int:
-    """The longest draft whose last token saves at least a tenth of a step."""
+    """The longest draft whose last token adds at least 0.1 to the tokens of a step."""
     found = accepted.tokens_per_step
     gains = [after - before for before, after in zip([1.0, *found], found, strict=False)]
     return max([i + 1 for i, gain in enumerate(gains) if gain >= 0.1], default=1)
@@ -274,35 +269,34 @@ def _show(trained: Trained, inputs: TrainInputs, options: TrainOptions, results:
     output.result(f"to use it: specdec run {flags} …")
     if output.quiet:
         output.text(str(results.output_dir))
+    used = replace(
+        options,
+        learning_rate=run.settings.learning_rate,
+        num_unrolled_steps=run.settings.num_unrolled,
+        draft_vocab_size=num_ids,
+    )
     settings = TrainSettings(
         model_dir=inputs.target,
         draft_model_dir=None if inputs.draft_model_dir is None else str(inputs.draft_model_dir),
-        num_epochs=options.num_epochs,
-        learning_rate=run.settings.learning_rate,
-        num_unrolled_steps=run.settings.num_unrolled,
         parallel=inputs.parallel,
-        draft_vocab_size=num_ids,
-        batch_tokens=options.batch_tokens,
-        max_text_len=options.max_text_len,
-        learn_prompts=options.learn_prompts,
-        random_seed=options.random_seed,
+        **vars(used),
     )
-    output.document(
-        train_document(
-            settings=settings,
-            output_dir=str(results.output_dir),
-            num_texts=len(texts.learned),
-            num_held_out_texts=len(texts.held_out),
-            num_left_out_texts=trained.num_left_out,
-            num_tokens=num_tokens,
-            num_optimizer_steps=run.trainer.step,
-            num_held_out_tokens=after.num_tokens,
-            held_out_tokens_per_step=lengths,
-        )
+    document = TrainDocument(
+        **document_head("train"),
+        settings=settings,
+        output_dir=str(results.output_dir),
+        num_texts=len(texts.learned),
+        num_held_out_texts=len(texts.held_out),
+        num_left_out_texts=trained.num_left_out,
+        num_tokens=num_tokens,
+        num_optimizer_steps=run.trainer.step,
+        num_held_out_tokens=after.num_tokens,
+        held_out_tokens_per_step=lengths,
     )
+    output.document(document.as_json())
 
 
-def _lengths(before: Accepted, after: Accepted) -> Sequence[AcceptedLength]:
+def _lengths(before: Accepted, after: Accepted) -> list[AcceptedLength]:
     pairs = zip(before.num_steps, after.num_steps, strict=True)
     return [
         AcceptedLength(

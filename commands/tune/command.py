@@ -36,8 +36,8 @@ def model_to_try(inputs: TuneInputs, options: TuneOptions, flags: Any) -> Drafte
 def named_drafter(
     inputs: TuneInputs, options: TuneOptions, flags: Any, model: DrafterSpec | None
 ) -> tuple[Speculation, Devices]:
-    """Drafters that flags name for tuning; empty for the grid of all lookups, whose only flags are `--ngram-pool` and
-    the `model`.
+    """The drafters that flags name, and the target's devices. There are no drafters if only `--ngram-pool` and flags of
+    the `model` are given: then all lookups are tried. UsageError for flags that do not fit together.
     """
     model_dir, drafters = inputs.model.model_dir, options.drafters
     if drafters is not None and "custom" in drafters:

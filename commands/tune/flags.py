@@ -34,9 +34,7 @@ class TuneInputs:
 
     def with_model(self) -> "TuneInputs":
         """The same inputs with the model or engine that the first word names. UsageError if a flag names another."""
-        model_dir, engine_dir = self.model.model_dir, self.engine_dir
-        if self.named is not None:
-            model_dir, engine_dir = named_by(self.named, model_dir, engine_dir)
+        model_dir, engine_dir = named_by(self.named, self.model.model_dir, self.engine_dir)
         model = replace(self.model, model_dir=model_dir).fitting()
         return replace(self, named=None, engine_dir=engine_dir, model=model)
 

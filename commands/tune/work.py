@@ -244,16 +244,13 @@ def _show_recommendation(tuning: Tuning, confirmation: Confirmation, output: Out
     else:
         output.result(f"recommended: {_name(candidate)}, {recommended.measured_speedup:.2f}x as fast as no drafter")
     if (num := len(recommended.measured.generation.sequences)) < _FEW_REQUESTS:
-        output.warning(_little_evidence(num))
+        timed = "one request was timed" if num == 1 else f"{num} requests were timed"
+        output.warning(
+            f"{timed}, too few to tell small gains from noise, or to speak for other prompts; give more prompts"
+        )
     output.result(f"to use it: {_use_of(tuning, confirmation)} …")
     if output.quiet:
         output.text(_flags_of(tuning, candidate))
-
-
-def _little_evidence(num_requests: int) -> str:
-    """A sentence that the recommendation rests on few requests; empty if there are enough."""
-    requests = "one request was timed" if num_requests == 1 else f"{num_requests} requests were timed"
-    return f"{requests}, too few to tell small gains from noise, or to speak for other prompts; give more prompts"
 
 
 def _spread(confirmation: Confirmation) -> str:
@@ -467,8 +464,7 @@ def _tell(tuning: Tuning, options: TuneOptions, output: Output) -> None:
     document = tune_document(tuning)
     if options.report is not None:
         use = None if tuning.confirmation is None else _use_of(tuning, tuning.confirmation)
-        write_page(options.report, tune_page(document, use, tuning.in_eight_bits))
-        output.result(f"report written: {options.report}")
+        write_page(options.report, tune_page(document, use, tuning.in_eight_bits), output)
     output.document(document)
 
 

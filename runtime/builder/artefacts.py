@@ -1,5 +1,5 @@
 """Integrity checks of artefacts on disk: every file is read, and compared with the digest that was recorded when it was
-written.
+written, if there is one.
 
 Opening an artefact skips files that have not changed since they were last read; these checks skip none. Nothing here
 needs torch.
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
@@ -40,7 +40,7 @@ from runtime.util.tensor_file import read_header
 
 Kind = Literal["engine", "checkpoint", "corpus", "profile", "traces", "model", "cache"]
 Status = Literal["ok", "no_checksum", "changed", "missing", "unknown", "damaged"]
-_LEFT_OVER = "left by a command that was interrupted, or one at work"
+_LEFT_OVER = "left by a command that was interrupted, or is at work"
 
 
 @dataclass(frozen=True)
@@ -65,28 +65,16 @@ class ArtefactCheck:
     files: list[FileCheck]
 
 
-class _Directory(NamedTuple):
-    """A kind of directory that records its files: how its configuration is parsed, and the words for its errors."""
-
-    kind: Kind
-    artefact: Artefact
-    parse: Callable[[dict[str, Any], Path], Any]
-
-
-_ENGINE = _Directory("engine", ENGINE, parse_engine_config)
-_CHECKPOINT = _Directory("checkpoint", CHECKPOINT, parse_checkpoint_config)
-
-
 def check_directory(directory: Path) -> ArtefactCheck:
     """Check an engine, a checkpoint, a model or a cache; SpecDecError for any other directory."""
     if not (directory / CONFIG).is_file() and _is_cache(directory):
         return ArtefactCheck("cache", list(_check_cache(directory)))
     check_model_files(directory)
-    data, text = read_json_and_text(directory / CONFIG)
+    data = read_json(directory / CONFIG)
     if "build_config" in data:
-        return ArtefactCheck("engine", _check_recorded(directory, data, text, _ENGINE))
+        return ArtefactCheck("engine", _check_recorded(directory, parse_engine_config, ENGINE))
     if "format_version" in data:
-        return ArtefactCheck("checkpoint", _check_recorded(directory, data, text, _CHECKPOINT))
+        return ArtefactCheck("checkpoint", _check_recorded(directory, parse_checkpoint_config, CHECKPOINT))
     if "model_type" in data:
         return ArtefactCheck("model", list(_check_model(directory)))
     raise SpecDecError(
@@ -96,7 +84,7 @@ def check_directory(directory: Path) -> ArtefactCheck:
 
 
 def check_corpus_or_profile(path: Path) -> ArtefactCheck | None:
-    """Check a corpus or a profile; None for any other file."""
+    """Check a corpus or a profile; None for a file of another kind."""
     if is_corpus(path):
         return ArtefactCheck("corpus", [check_file(path, lambda: Corpus.open(path).check_content())])
     try:
@@ -109,9 +97,7 @@ def check_corpus_or_profile(path: Path) -> ArtefactCheck | None:
 
 
 def check_model_file(path: Path) -> ArtefactCheck:
-    """Check a GGUF model in one file or several. It has no checksums, so the check is that all the data described in
-    the headers is there.
-    """
+    """Check a GGUF model in one file or several: all data that the headers describe is there. It has no checksums."""
     try:
         files = gguf_files(path)
     except SpecDecError as error:
@@ -131,13 +117,16 @@ def check_file(path: Path, check: Callable[[], object]) -> FileCheck:
     return FileCheck(path.name, "ok", path.stat().st_size)
 
 
-def _check_recorded(directory: Path, data: dict[str, Any], text: str, kind: _Directory) -> list[FileCheck]:
-    """Check the files that a configuration records. `data` is the parsed configuration, and `text` its text."""
+def _check_recorded(
+    directory: Path, parse: Callable[[dict[str, Any], Path], Any], artefact: Artefact
+) -> list[FileCheck]:
+    """Check the files that a directory's configuration records."""
     records: tuple[FileRecord, ...] | None = None
     note = None
+    data, text = read_json_and_text(directory / CONFIG)
     try:
-        records = kind.parse(data, directory).files
-        check_config(directory / CONFIG, text, kind.artefact)
+        records = parse(data, directory).files
+        check_config(directory / CONFIG, text, artefact)
     except SpecDecError as error:
         note = error.message
     num_bytes = (directory / CONFIG).stat().st_size
@@ -152,12 +141,12 @@ def _check_recorded(directory: Path, data: dict[str, Any], text: str, kind: _Dir
         if not is_recorded(name):
             checks.append(_check_unrecorded(path, "may be changed"))
         elif name not in recorded:
-            checks.append(FileCheck(name, "unknown", _size(path), f"was not there when {kind.artefact.since}"))
+            checks.append(FileCheck(name, "unknown", _size(path), f"was not there when {artefact.since}"))
     return checks
 
 
 def _check_record(path: Path, record: FileRecord) -> FileCheck:
-    """Check a recorded file: it exists, has the recorded bytes, and has the form that its suffix promises."""
+    """Check that a recorded file exists, has the recorded bytes, and has the form that its suffix promises."""
     if not path.is_file():
         return FileCheck(record.name, "missing")
     note = size_difference(path, record) or content_difference(path, record, read_digest)
@@ -293,7 +282,7 @@ def _check_cache(directory: Path) -> Iterator[FileCheck]:
 
 
 def _check_modes(path: Path, name: str) -> Iterator[FileCheck]:
-    """Check for files that other users may write or own; `name` is the path inside the cache."""
+    """The files at `path` that other users own or may write into; `name` is the path inside the cache."""
     for one in (path, *path.rglob("*")):
         try:
             check_private_file(one)

@@ -1,7 +1,7 @@
 """Make an engine directory from a checkpoint: load, compile, compare with transformers, write.
 
-The compiled step is opened again and compared before anything is written, so an engine that exists gave the same
-logits as transformers' own eager attention on the machine that built it.
+The compiled step is opened again and compared before the engine's directory appears. So an engine that exists gave the
+logits of transformers' own eager attention, within a tolerance, on the machine that built it.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from runtime.builder.convert import check_side_files, copy_side_files
 from runtime.builder.identity import BitSums
 from runtime.checkpoint.bundle import COPY_DIR, DRAFT_VOCAB, LIBRARY, uses_kernels, weights_files
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
-from runtime.checkpoint.checksums import config_digest, record_files
+from runtime.checkpoint.checksums import record_files, write_config
 from runtime.checkpoint.config import (
     Arithmetic,
     BuildConfig,
@@ -40,7 +40,6 @@ from runtime.checkpoint.config import (
     LayersActivations,
     LogitsCheck,
     StepShape,
-    as_json,
 )
 from runtime.compiler.compilation import PackagedStep, StepFunction, compile_aot
 from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, output_weight, quantize_layers, write_layers
@@ -65,24 +64,24 @@ from runtime.model.tp_layers import Splitting
 from runtime.model.weights import present, written_meanwhile
 from runtime.text.text import cache_tokenizer
 from runtime.util.errors import SpecDecError, SpecDecWarning
-from runtime.util.files import check_output_directory, check_output_is_not_input, new_directory, write_file, write_json
+from runtime.util.files import check_output_directory, check_output_is_not_input, new_directory, write_file
 from runtime.util.locks import MODEL_INIT_LOCK
 from runtime.util.processes import do_at_once
 from runtime.util.temporary import own_temporary_files
 
 # Largest norm of the difference between two rows of logits, over the norm of the row.
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-# Where tokens are quantized to 8 bits, a difference in the last bit makes another integer of a number between two of
-# them, and behind it of others: as much as quantization itself changes. What is wired wrongly differs by the whole
-# norm, and that quantized layers compute as tightly as any is checked one by one. Of 16 bits it is little, and more
-# than other differences in float32. Keys and values that are quantized are compared as an engine has stored them;
-# the steps of other ranks are in other processes.
+# Where layers quantize their inputs to 8 bits, a difference in the last bit may round a number to the next integer, and
+# so on in the layers behind: logits then differ by as much as quantization itself changes them. A step that is wired
+# wrongly differs by the whole norm. Each quantized layer is also checked by itself, within `_TOLERANCE`. Inputs in 16
+# bits change little, but more than other differences in float32. Quantized keys and values are compared as the engine
+# has stored them; those of other ranks are in other processes, so a split engine has the tolerance of 8 bits.
 _QUANTIZED_TOLERANCE = {"int8": TOLERANCE_OF_8_BITS, "int16": 5e-2, "mixed": TOLERANCE_OF_8_BITS}
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """Result of compiling a step: the settings with the compiler that was used, and the matmul kernel."""
+    """Result of compiling a step. `build` names the compiler that was used, and `arithmetic` the matmul kernel."""
 
     build: BuildConfig
     lacks: str | None = None
@@ -97,7 +96,7 @@ Phase = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Source of the output layer for drafts, which `BuildConfig.draft_output` describes."""
+    """The drafted ids and the head behind `BuildConfig.draft_output`, the output layer for drafts."""
 
     ids: tuple[int, ...] = ()
     """Ids that may be drafted; empty for all ids."""
@@ -120,11 +119,9 @@ class BuildEffort:
     """Number of processes that make ranks' steps at once; each takes the memory of a rank's weights."""
     drafts: DraftSource = DraftSource()
     takes_torch_compile: bool = False
-    """True if a step with operations that token programs lack may be compiled by `torch-compile`: no flag asked for
-    `aot`.
-    """
+    """True if `torch-compile` may be taken where `aot` lacks an operation: nobody asked for `aot`."""
     leaves_step: bool = False
-    """True if the next opening of the engine, in this process, gets the step that is open already."""
+    """True if the next opening of the engine, in this process, gets the `aot` step that the build has opened."""
 
 
 _USUAL = BuildEffort()
@@ -163,7 +160,8 @@ def build_engine(
         written_meanwhile() if weights.splitting is None else nullcontext(lambda: None) as finish_writing,
         ExitStack() as stack,
     ):
-        _copy_tokenizer(opened, directory, output_dir)
+        copy_side_files(opened.directory, directory)
+        cache_tokenizer(directory, opened.config.pretrained_config, output_dir)
         phase(_compiling(build, device))
         check = weights.check(model, build)
         compiled = _compile_all(weights, model, check, directory, effort)
@@ -180,14 +178,14 @@ def build_engine(
             phase("compiling the copy that drafts")
             config, copied = _with_copy(config, copy_of(model, quantized, ids), step, directory, ids)
         if effort.measure_costs:
-            weights.trim()
+            trim(sum(path.stat().st_size for path in weights.paths))
             phase("measuring steps")
             config = _with_costs(config, step, copied, device, ids)
         phase("writing the engine")
         if isinstance(step, RankedStep) and isinstance(step.own, CompiledStep):
             shutil.copytree(step.own.cache_dir, directory / CACHE, dirs_exist_ok=True)
         finish_writing()
-        config = _finish(config, directory)
+        config = write_config(directory, dataclasses.replace(config, files=record_files(directory)))
     if effort.leaves_step and isinstance(step, PackagedStep):
         leave_step(output_dir, step)
     return config
@@ -199,11 +197,6 @@ def _opened(source: Path | OpenedCheckpoint, output_dir: Path, *, replace: bool)
     check_output_is_not_input(output_dir, checkpoint_dir)
     check_output_directory(output_dir, replace=replace)
     return source if isinstance(source, OpenedCheckpoint) else OpenedCheckpoint(source, open_checkpoint(source))
-
-
-def _copy_tokenizer(opened: OpenedCheckpoint, directory: Path, output_dir: Path) -> None:
-    copy_side_files(opened.directory, directory)
-    cache_tokenizer(directory, opened.config.pretrained_config, output_dir)
 
 
 @dataclass(frozen=True)
@@ -224,7 +217,7 @@ class _Weights:
         return split_config(self.pretrained, self.checkpoint.mapping.tp_size)
 
     def check(self, model: PreTrainedModel, build: BuildConfig) -> "_Check":
-        """A check for a step of the model. It reads all weights and sums up their bits."""
+        """A check for a step of the model, which sums up the bits of the weights that it reads."""
         quantization = self.checkpoint.quantization
         activations = None if quantization is None else quantization.activations
         sums = BitSums(model, getattr(torch, self.checkpoint.dtype), self.opened.unread)
@@ -239,10 +232,6 @@ class _Weights:
         if self.splitting is None and build.compiler == "aot":
             return load_absent(self._kind, self.paths[0])
         return load_whole_model(self._kind, self.paths)
-
-    def trim(self) -> None:
-        """Return freed memory to the system, if that may be much."""
-        trim(sum(path.stat().st_size for path in self.paths))
 
     def model_of(self, rank: int) -> PreTrainedModel:
         return load_absent(self._kind, self.paths[rank])
@@ -296,33 +285,28 @@ def _head_of(config: HeadConfig, model: PreTrainedModel) -> Head:
         return load_head(config, weight, next(model.parameters()).dtype, output)
 
 
-def _finish(config: EngineConfig, directory: Path) -> EngineConfig:
-    """Write `config.json`, with a record of all files in the directory."""
-    config = dataclasses.replace(config, files=record_files(directory))
-    config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
-    write_json(directory / "config.json", as_json(config))
-    return config
-
-
 def _compiling(build: BuildConfig, device: torch.device) -> str:
-    """Name of the compile phase; the part in brackets says why it takes long the first time."""
+    """Name of the compile phase, which says why it takes long the first time."""
     if uses_kernels(build.compiler, device.type) and not are_kernels_compiled():
         return "compiling the step (first the CPU kernels: 2 to 4 minutes, once)"
     return "compiling the step"
 
 
-def _make_kernels(library: Path) -> None:
-    write_kernels(library)
-    load_kernels(library)
-    describe_kernels()
-
-
 @contextmanager
 def _machine_errors() -> Iterator[None]:
+    """Raise errors that are not the model's fault as they were within the block: Ctrl-C, a full disk, no memory, or no
+    C++ compiler. While torch traces or compiles, it turns Ctrl-C into another kind of error, and wraps others.
+    """
     try:
         yield
     except Exception as error:
-        _raise_machine_error(error)
+        if "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from error
+        cause = getattr(error, "inner_exception", error)  # of Inductor's wrapper
+        if says_no_compiler(cause):
+            raise no_compiler() from error
+        if isinstance(cause, OSError | MemoryError):
+            raise cause  # noqa: B904  (it keeps its own cause)
         raise
 
 
@@ -330,33 +314,22 @@ def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, dir
     """Open the compiled step as an engine does. With `torch-compile`, compiling happens when it is first called."""
     checkpoint, compiler = weights.checkpoint, shape.build_config.compiler
     if compiler == "torch-compile" and weights.splitting is not None:
-        (directory / CACHE).mkdir()  # for what rank 0 compiles
+        (directory / CACHE).mkdir()  # an engine's cache, which rank 0 copies and fills
     if compiler == "aot" or weights.splitting is not None:
-        ranks = RankedModel(
-            directory,
-            compiler,
-            checkpoint.pretrained_config,
-            checkpoint.dtype,
-            checkpoint.quantization,
-            shape.layers,
-            checkpoint.mapping.tp_size,
-            shape.build_config.hidden_states,
-            shape.states,
-            shape.build_config.max_draft_len,
-        )
-        return open_ranks(ranks, weights.device, range(ranks.tp_size))
+        model_of_ranks = RankedModel.of(directory, checkpoint, shape)
+        return open_ranks(model_of_ranks, weights.device, range(model_of_ranks.tp_size))
     step = Step(model, shape.build_config.hidden_states)
     return _compiled_step(step, directory / CACHE) if compiler == "torch-compile" else step
 
 
 def _compiled_step(step: Step, cache_dir: Path) -> CompiledStep:
     pack_layers(step.model)
-    torch.compiler.reset()  # or what this process has compiled for another engine would not be in this one's directory
+    torch.compiler.reset()  # otherwise code compiled for another engine would be missing in this engine's cache
     return CompiledStep(step, cache_dir)
 
 
 class _Check:
-    """Compares steps with transformers' computation of the same model; sums up the weights while they are in memory."""
+    """Compares steps with transformers' computation of the same model; `sums` sums up the weights' bits meanwhile."""
 
     def __init__(
         self,
@@ -407,7 +380,7 @@ def _checked(step: StepFunction, check: _Check, checkpoint: CheckpointConfig, co
 def _with_copy(
     config: EngineConfig, copied: PreTrainedModel, step: StepFunction, directory: Path, ids: Tensor | None
 ) -> tuple[EngineConfig, StepFunction]:
-    """Compile and check the self-draft copy, whose step stands beside the target's; write the files that open it."""
+    """Compile the self-draft copy, write its files, and check its step. SpecDecError if `aot` lacks an operation."""
     compiler, own_dir = config.build_config.compiler, directory / COPY_DIR
     own_dir.mkdir()
     if isinstance(step, PackagedStep):
@@ -436,8 +409,8 @@ def _with_costs(
     device: torch.device,
     ids: Tensor | None,
 ) -> EngineConfig:
-    """The config with step costs. If there is no memory to measure them, costs are left out: the engine
-    may still run.
+    """The config with step costs. If the engine cannot be opened to measure them, such as for lack of memory, costs
+    are left out: with a smaller cache it may still run.
     """
     shape, block_size = config.step_shape, config.build_config.tokens_per_block
     block_bytes = bytes_per_block(shape.layers, block_size, kv_dtype(shape.dtype, shape.kv_cache))
@@ -450,7 +423,7 @@ def _with_costs(
 
 
 def positions_of(checkpoint: OpenedCheckpoint) -> int | None:
-    """The checkpoint model's number of positions; None if its config does not say, as Mamba's does not."""
+    """Number of positions of the checkpoint's model; None if its config names no number, like Mamba's."""
     where = str(checkpoint.directory / "config.json")
     return num_positions(parse_pretrained_config(checkpoint.config.pretrained_config, where))
 
@@ -476,9 +449,7 @@ def _check_settings(build: BuildConfig, config: PreTrainedConfig) -> None:
 
 
 def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device: torch.device) -> None:
-    """SpecDecWarning for a build without kernels, if the model's weights are quantized in a format that is slow without
-    them.
-    """
+    """Warn of a build without kernels whose weights, or whose drafts' weights, are quantized."""
     quantized = checkpoint.quantization is not None and checkpoint.quantization.quant_algo is not None
     drafts_quantized = build.self_draft is not None or build.draft_output.is_quantized
     if (quantized or drafts_quantized) and not uses_kernels(build.compiler, device.type):
@@ -490,8 +461,8 @@ def _tell_slow_weights(checkpoint: CheckpointConfig, build: BuildConfig, device:
 
 
 def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: int = 0) -> _Compiled:
-    """Compile a step by `aot`, if that is asked for, and write its programs into the directory. If the model has an
-    operation that programs lack, the result names that operation and has `torch-compile` in its config.
+    """Compile a step by `aot`, if that is asked for, and write its programs into the directory. If the model has
+    operations that token programs lack, the result names them, and its config has `torch-compile`.
     """
     build = shape.build_config
     if build.compiler != "aot":
@@ -507,11 +478,11 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: in
 def _compile_all(
     weights: _Weights, model: PreTrainedModel, check: "_Check", directory: Path, effort: BuildEffort
 ) -> _Compiled:
-    """Write all files that an opened step needs, for each rank. SpecDecError if `aot` is asked for and lacks an
-    operation.
-    """
+    """Write the files of all ranks' steps. SpecDecError if `aot` lacks an operation and no other may be taken."""
     if weights.with_kernels:
-        _make_kernels(directory / LIBRARY)
+        write_kernels(directory / LIBRARY)
+        load_kernels(directory / LIBRARY)
+        describe_kernels()
     if weights.device.type == "cpu":
         flush_denormals()
         keep_freed_memory()
@@ -532,7 +503,9 @@ def _compile_ranks(weights: _Weights, shape: StepShape, directory: Path, num_wor
     if shape.build_config.compiler != "aot":
         return _Compiled(shape.build_config)
     ranks = list(range(weights.checkpoint.mapping.tp_size))
-    return do_at_once(partial(_compile_rank, weights, shape, directory), ranks, num_workers)[0]  # whose step it is
+    return do_at_once(partial(_compile_rank, weights, shape, directory), ranks, num_workers)[
+        0
+    ]  # rank 0 has written the step
 
 
 def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: int) -> _Compiled:
@@ -542,16 +515,3 @@ def _compile_rank(weights: _Weights, shape: StepShape, directory: Path, rank: in
     flush_denormals()
     with own_temporary_files():
         return _compile(weights.model_of(rank), shape, directory, rank)
-
-
-def _raise_machine_error(error: Exception) -> None:
-    """Raise an error that is not the model's fault: Ctrl-C, a full disk, no memory, or no C++ compiler. While torch
-    traces or compiles, it turns Ctrl-C into another kind of error.
-    """
-    if "KeyboardInterrupt" in str(error):
-        raise KeyboardInterrupt from error
-    cause = getattr(error, "inner_exception", error)  # of Inductor's wrapper
-    if says_no_compiler(cause):
-        raise no_compiler() from error
-    if isinstance(cause, OSError | MemoryError):
-        raise cause

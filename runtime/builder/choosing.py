@@ -10,7 +10,7 @@ from runtime.util.errors import SpecDecError, SpecDecWarning
 
 
 def compiler_for(device: torch.device, asked: Compiler | None) -> Compiler:
-    """The compiler that is asked for, or the default. SpecDecError for `aot` on a GPU: its programs are for CPUs."""
+    """The compiler that is asked for, or the device's default. SpecDecError for `aot` on a GPU."""
     if asked == "aot" and device.type != "cpu":
         raise SpecDecError(
             f"`aot` makes programs for CPUs: {device}",
@@ -27,7 +27,7 @@ def without_kernels(compiler: Compiler) -> Compiler:
     if compiler == "none" or has_compiler() or are_kernels_compiled():
         return compiler
     warnings.warn(
-        f"{no_compiler().message}: the model is computed as it is, which is slower, until there is one",
+        f"{no_compiler().message}: the model is computed as it is, which is slower, until there is a compiler",
         SpecDecWarning,
         stacklevel=3,
     )
@@ -35,9 +35,7 @@ def without_kernels(compiler: Compiler) -> Compiler:
 
 
 def check_is_aot(config: EngineConfig) -> None:
-    """SpecDecError if `aot` was asked for, and the engine in the cache, built with the default compiler,
-    has another.
-    """
+    """SpecDecError for an engine built by another compiler than `aot`, because `aot` lacks an operation."""
     if config.build_config.compiler != "aot":
         raise lacks_operations((config.compiler_note or "").rpartition(": ")[2])
 

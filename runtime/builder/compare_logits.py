@@ -36,7 +36,7 @@ from runtime.util.errors import SpecDecError
 from runtime.util.locks import quiet_transformers
 
 TOLERANCE_OF_8_BITS = 0.2
-"""Tolerance of logits if tokens are quantized to 8 bits; relative, as all tolerances here."""
+"""Tolerance of logits if layers quantize their inputs to 8 bits; relative, like all tolerances here."""
 _NUM_SINGLE = 4  # tokens that are computed one at a time too
 _Sequence = tuple[list[int], tuple[int, int], QuantizeKV | None]
 
@@ -54,9 +54,7 @@ class _Judge:
     more_rounding: float  # than transformers'
     most_rounding: float
     most_by_ties: float
-    """Limit like `most_rounding` for three quarters of a mixture's rows: near ties between experts may be decided
-    otherwise.
-    """
+    """Limit like `most_rounding` for three quarters of a mixture's rows: near ties may be decided otherwise."""
     of_rows: float = 1.0
     """Share of the rows that must be within the limit: the nearest rows."""
     farthest_row: float = math.inf
@@ -82,10 +80,11 @@ class _Judge:
 
 _FARTHEST_ROW = 1.0
 _JUDGE_16_BITS = _Judge(torch.float32, more_rounding=1.5, most_rounding=0.3, most_by_ties=0.7)
-# A model that makes 1e-4 of float32's 6e-8 does so in few directions: two ways to round differ by more there.
+# A model that amplifies float32's rounding of 6e-8 to 1e-4 does so in few directions. Two ways to round may differ by
+# more in these directions, hence the factor of 4.
 _JUDGE_32_BITS = _Judge(torch.float64, more_rounding=4, most_rounding=1e-2, most_by_ties=1e-2)
-# Tokens in 8 bits: a row here and there is several times as far as most are, in transformers' logits as often as in
-# ours (Gemma 3 270M by its copy in int4: most by 0.07, one in a hundred by more than 0.3). Most rows decide.
+# Inputs in 8 bits: a few rows are several times as far as most rows, in transformers' logits as often as in ours (the
+# int4 copy of Gemma 3 270M: most rows by 0.07, one in a hundred by more than 0.3). So half of the rows decide.
 _JUDGE_8_BITS = _Judge(
     torch.float32, more_rounding=1.5, most_rounding=0.3, most_by_ties=0.3, of_rows=0.5, farthest_row=_FARTHEST_ROW
 )
@@ -93,7 +92,7 @@ _JUDGE_8_BITS = _Judge(
 
 @dataclass(frozen=True)
 class Sample:
-    """A batch of rows of different lengths to check a step with: a context step, then a step with drafts."""
+    """One or two texts of different lengths to check a step with: a context step, then a step with drafts."""
 
     shape: StepShape
     device: torch.device
@@ -139,24 +138,15 @@ def compute(step: StepFunction, sample: Sample) -> Computed:
     return Computed(step, sample, tables, pool, contexts, drafts)
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """Transformers' computation of a sample."""
-
-    logits: Tensor
-    """Logits [rows, vocab] float32: for each text the last token of the context, then the draft's tokens."""
-    choices: Choices
-    """Scores by which a mixture's routers choose experts."""
-
-
 def _reference(
     sample: Sample,
     model: PreTrainedModel,
     product_tolerance: float,
     have: Callable[..., AbstractContextManager[None]],
     kv: Seq[QuantizeKV | None],
-) -> _Reference:
-    """transformers' logits, by eager attention over whole sequences.
+) -> tuple[Tensor, Choices]:
+    """transformers' logits float32 [rows, vocab], by eager attention over whole sequences, and the scores by which a
+    mixture's routers chose experts. The rows are the last tokens of all contexts, then all tokens of drafts.
 
     Quantized keys and values are read from `kv`, which has the engine's own. `have` loads the weights of a layer.
     Raises SpecDecError for logits that are NaN or infinite, and if a quantized layer's product by its kernel differs
@@ -178,7 +168,7 @@ def _reference(
             f"the model's logits are NaN or infinite in {sample.shape.dtype}, also where transformers computes them",
             hint="convert it to another dtype, or correct its weights",
         )
-    return _Reference(logits, choices)
+    return logits, choices
 
 
 def _sequences(sample: Sample, kv: Seq[QuantizeKV | None]) -> list[_Sequence]:
@@ -203,8 +193,8 @@ def check_logits(
     dtype, kv = next(model.parameters()).dtype, list[QuantizeKV | None]()
     if sample.shape.kv_cache is not None:
         kv = [Stored(ours.pool, table, tolerance) for table in ours.tables]
-    theirs = _reference(sample, model, product_tolerance, have, kv)
-    check = _compare(logits, theirs.logits, tolerance)
+    theirs, choices = _reference(sample, model, product_tolerance, have, kv)
+    check = _compare(logits, theirs, tolerance)
     if check.relative_difference <= tolerance:
         return check
     said = (
@@ -216,11 +206,11 @@ def check_logits(
     with torch.inference_mode(), _reference_attention(model, sample.shape), without_kernels(model):
         with Choices() as unrounded:
             exact = _logits_in(judge.dtype, model, sequences)
-        distances = [_distances(one, exact) for one in (logits, theirs.logits)]
+        distances = [_distances(one, exact) for one in (logits, theirs)]
         both = [rows.max().item() for rows in distances]
         is_right = judge.allows(distances[0], distances[1], tolerance)
         if not is_right and unrounded.scores:
-            margins = near_ties(theirs.choices, unrounded)
+            margins = near_ties(choices, unrounded)
             moved = _moved_by_ties(judge.dtype, model, sequences, margins, exact)
             ties = f", and near ties between experts that are decided otherwise by up to {moved.max().item():.2e}"
             if moved.max().item() > tolerance:
@@ -237,8 +227,8 @@ def check_logits(
 def _moved_by_ties(
     dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Sequence], margins: Seq[float], exact: Tensor
 ) -> Tensor:
-    """Largest move, for each row, of a mixture's logits in `dtype` from `exact` if near ties between experts are
-    decided otherwise: all ties, or those of every other token.
+    """Largest distance [rows], for each row, of a mixture's logits in `dtype` from `exact`, if near ties between
+    experts are decided otherwise: all ties, or the ties of every other token.
     """
     found = []
     for every, turn in ((1, 0), (2, 0), (2, 1)):
@@ -284,7 +274,7 @@ def _logits_in(dtype: torch.dtype, model: PreTrainedModel, sequences: Seq[_Seque
 
 @contextmanager
 def _in_dtype(dtype: torch.dtype, *those: nn.Module | Tensor) -> Iterator[None]:
-    """Give tensors another dtype within the block. 8-bit weights keep theirs: their layers widen them."""
+    """Give float tensors another dtype within the block. 8-bit weights keep theirs: their layers widen them."""
     with present(*those):
         before = [(one, one.data) for one in tensors_of(those) if one.is_floating_point() and one.element_size() > 1]
         try:
@@ -311,8 +301,8 @@ def _widen(value: Any) -> Any:
 
 
 def _reference_logits(model: PreTrainedModel, sequences: Seq[_Sequence]) -> Tensor:
-    """transformers' logits [rows, vocab], float32 or wider: for each sequence the last token of its context, then its
-    draft's.
+    """transformers' logits [rows, vocab], float32 or wider: of the last token of each sequence's context, then of the
+    tokens of all drafts.
 
     Sequences are padded at the end and computed together, which dequantizes weights once; no token sees the padding.
     With quantized keys and values, each sequence is computed alone.
@@ -385,7 +375,7 @@ def _products_checked(model: PreTrainedModel, tolerance: float) -> Iterator[None
         with without_kernels(model):
             yield
             for layer in layers:
-                if "forward" in vars(layer):  # an expert that nothing was sent to
+                if "forward" in vars(layer):  # an expert that got no token
                     with present(layer):
                         layer(torch.empty(0, layer.in_features, dtype=dtype))
     finally:
@@ -454,8 +444,8 @@ def _stepping(
 
 
 def _check_context_len(shape: StepShape) -> int:
-    """Context length for the check: several blocks and chunks of states, beyond a sliding window where that is cheap; a
-    draft fits behind it.
+    """Context length for the check: more than two blocks and chunks of states, and beyond sliding windows of up to
+    1,024 tokens, as far as the engine's lengths leave room for a draft.
     """
     build = shape.build_config
     windows = [window for layer in shape.layers if (window := layer.sliding_window or layer.attention_chunk_size)]
@@ -467,7 +457,7 @@ def _check_context_len(shape: StepShape) -> int:
 @contextmanager
 def _reference_attention(model: PreTrainedModel, shape: StepShape) -> Iterator[None]:
     ours = model.config._attn_implementation
-    with quiet_transformers():  # which says so of a model that has none
+    with quiet_transformers():  # it warns of models without such an attention
         model.set_attn_implementation("eager" if shape.kv_cache is None else QUANTIZED_KV)
     try:
         with quiet_transformers():

@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig
 
 from runtime.checkpoint.bundle import weights_files
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint
-from runtime.checkpoint.checksums import CONFIG, config_digest, record_files
-from runtime.checkpoint.config import CheckpointConfig, Dtype, Mapping, QuantConfig, as_json
+from runtime.checkpoint.checksums import record_files, write_config
+from runtime.checkpoint.config import CheckpointConfig, Dtype, Mapping, QuantConfig
 from runtime.checkpoint.generation_config import GENERATION_CONFIG, check_generation_config
 from runtime.checkpoint.gguf.blocks import ExpertBlocks
 from runtime.checkpoint.gguf.config import generation_config_of
@@ -28,11 +28,7 @@ from runtime.checkpoint.gguf.tokenizer import make_gguf_tokenizer
 from runtime.checkpoint.quant.mxfp4 import codes_of, is_in_codes
 from runtime.checkpoint.quant.planning import Losses, PrequantizedLayer, Source, plan_pieces, quantize_experts
 from runtime.checkpoint.resolve import WEIGHTS
-from runtime.checkpoint.source import (
-    SourceTensor,
-    load_tensors,
-    read_file_header,
-)
+from runtime.checkpoint.source import SourceTensor, load_tensors, read_file_header
 from runtime.checkpoint.tekken import is_tekken_alone
 from runtime.checkpoint.tensor_writer import Piece, Progress, write_pieces, write_shares
 from runtime.checkpoint.tokenizer import TEMPLATE_DIR, template_files
@@ -52,10 +48,7 @@ from runtime.model.model import (
     renames_weights,
     split_config,
 )
-from runtime.model.pretrained import (
-    layers_that_keep,
-    parse_pretrained_config,
-)
+from runtime.model.pretrained import layers_that_keep, parse_pretrained_config
 from runtime.model.read_model import open_source
 from runtime.model.tp_layers import Splitting
 from runtime.text.text import load_tokenizer
@@ -88,7 +81,7 @@ class Conversion:
     def write(self, directory: Path, progress: Progress) -> None:
         """Write weights and tokenizer, but not the configuration; warn of weights that the dtype cannot hold."""
         if self.config.quantization is not None and self.config.quantization.source == "rounded":
-            load_compiled_kernels()  # which quantize in a tenth of torch's time
+            load_compiled_kernels()  # they quantize in a tenth of torch's time
         paths = [directory / name for name in weights_files(self.config.mapping)]
         if self.splitting is None:
             write_pieces(paths[0], self.pieces, progress)
@@ -98,8 +91,8 @@ class Conversion:
         _keep_tokenizer(self.model_dir, directory)
 
     def check(self, directory: Path) -> None:
-        """SpecDecError if the written weights are not exactly the model's. Names that transformers does not change were
-        checked before.
+        """SpecDecError if transformers finds no weight under one of its names in the written files, or if a weight
+        differs (`compare_with_model`). Names that transformers does not change were checked before.
         """
         pretrained = parse_pretrained_config(self.config.pretrained_config, str(self.model_dir))
         if self.splitting is None and renames_weights(pretrained):
@@ -135,9 +128,7 @@ class Conversion:
             )
 
     def has_weights_of(self, file: Path) -> bool:
-        """True if the model's file equals the file that would be written: the same tensors under the same names, and no
-        others.
-        """
+        """True if the model's file equals the file that would be written: the same tensors, and no others."""
         if self.splitting is not None or any(len(piece.sources) != 1 for piece in self.pieces):
             return False
         sources = [piece.sources[0] for piece in self.pieces]
@@ -168,10 +159,8 @@ def convert(
     precision: QuantConfig = _AS_IT_IS,
     tp_size: int = 1,
 ) -> CheckpointConfig:
-    """Write the checkpoint for a Hugging Face model directory. `dtype` None keeps the dtype that the model was saved
-    in.
-
-    Its weights are split over `tp_size` ranks.
+    """Write the checkpoint of a Hugging Face model directory or a GGUF file, split over `tp_size` ranks. `dtype` None
+    keeps the dtype that most weights were saved in.
 
     Raises SpecDecError for a model that is unsupported, incomplete or damaged; then nothing is written.
     """
@@ -180,9 +169,7 @@ def convert(
     with new_directory(output_dir, replace=replace) as directory:
         conversion.write(directory, progress)
         conversion.check(directory)
-        checkpoint = replace_fields(conversion.config, files=record_files(directory))
-        checkpoint = replace_fields(checkpoint, config_digest=config_digest(as_json(checkpoint)))
-        write_json(directory / CONFIG, as_json(checkpoint))
+        checkpoint = write_config(directory, replace_fields(conversion.config, files=record_files(directory)))
     conversion.warn_of_losses()
     return checkpoint
 
@@ -190,9 +177,9 @@ def convert(
 def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool) -> OpenedCheckpoint:
     """Write the files that a build in this process reads of a model's checkpoint into an empty directory.
 
-    Nothing opens them later, so they are neither recorded, which would read them again, nor flushed to disk. With
-    `may_link`, weights that need no conversion are linked instead of copied: the build notices if they are overwritten,
-    or NaN.
+    Nothing opens the files later, so they are neither recorded, which would read them again, nor flushed to disk. With
+    `may_link`, a file of weights that needs no conversion is linked instead of copied: the build notices if weights are
+    overwritten meanwhile, or NaN.
     """
     weights = conversion.model_dir / WEIGHTS
     if may_link and weights.is_file() and conversion.has_weights_of(weights):
@@ -205,9 +192,7 @@ def convert_for_build(conversion: Conversion, directory: Path, *, may_link: bool
 
 
 def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig, tp_size: int = 1) -> Conversion:
-    """Plan the conversion; SpecDecError for a model that its files' headers show to be unsupported, incomplete or
-    damaged.
-    """
+    """Plan the conversion; SpecDecError if headers show that the model is unsupported, incomplete or damaged."""
     source = open_source(model_dir)
     if not is_gguf(model_dir):
         check_side_files(model_dir)
@@ -230,7 +215,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
     pieces, quantization = plan_pieces(source, dtypes_of_weights(pretrained, getattr(torch, dtype)), precision, losses)
     mapping = Mapping(tp_size, tp_size)
     checkpoint = CheckpointConfig(source.config, dtype, quantization, mapping)
-    pieces = fuse_experts(pretrained, pieces)  # or a build would have them twice in memory
+    pieces = fuse_experts(pretrained, pieces)  # otherwise a build would have the experts twice in memory
     if precision.qformat is not None and (experts := expert_layers(pretrained)):
         if tp_size == 1:
             pieces = quantize_experts(pieces, experts, precision)
@@ -240,7 +225,7 @@ def plan_conversion(model_dir: Path, dtype: Dtype | None, precision: QuantConfig
 
 
 def _with_experts_in_few_bits(source: Source, pretrained: PreTrainedConfig) -> Source:
-    """The source. Experts whose stored form the kernels can compute with are joined to a single layer each."""
+    """The source, with tensors of experts as layers if the kernels can compute with their stored form."""
     wanted = expert_layers(pretrained)
     stored = {
         tensor.name: layer
@@ -275,7 +260,9 @@ def _with_own_names(source: Source, pretrained: PreTrainedConfig) -> Source:
 
 
 def _split_up(source: Source, pretrained: PreTrainedConfig, pieces: list[Piece], tp_size: int) -> Splitting | None:
-    """Split the weights over ranks; SpecDecError if their names do not match the plan."""
+    """The plan that splits the weights over ranks, None for a single rank. SpecDecError if a layer of the plan has no
+    weight. Warns of weights that each rank has whole.
+    """
     splitting = split_config(pretrained, tp_size)
     if splitting is None:
         return None
@@ -323,9 +310,7 @@ def _keep_tokenizer(model_dir: Path, directory: Path) -> None:
 
 
 def keep_converted(make: Callable[[], Any], directory: Path) -> None:
-    """Save a tokenizer that was converted from another form; warn if it cannot be saved, since prompts of token ids
-    need none.
-    """
+    """Save a converted tokenizer; if it cannot be converted, warn: prompts of token ids need none."""
     try:
         make().save_pretrained(directory)
     except SpecDecError as error:
@@ -342,8 +327,8 @@ def copy_side_files(source: Path, destination: Path) -> None:
 
 
 def check_side_files(directory: Path) -> None:
-    """SpecDecError for a file beside the weights that would be copied, and that could not be read afterwards. A missing
-    file is no error.
+    """SpecDecError for a file beside the weights that would be copied and could not be read afterwards: JSON that does
+    not parse, a tokenizer without a vocabulary, or wrong generation settings. A missing file is no error.
     """
     for name in _SIDE_FILES:
         if name.endswith(".json") and (directory / name).is_file():
@@ -354,7 +339,7 @@ def check_side_files(directory: Path) -> None:
 
 
 def _check_tokenizer(content: dict[str, Any], path: Path) -> None:
-    """SpecDecError for a tokenizer.json that the `tokenizers` package cannot read, as its keys show."""
+    """SpecDecError for a tokenizer.json without a model and its vocabulary."""
     model = content.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise SpecDecError(

@@ -1,6 +1,4 @@
-"""Ids that drafts may have: listed in a file, the most frequent ids in traces or a corpus, or the ids that a tokenizer
-learned first.
-"""
+"""Ids that drafts may have: a file's, the most frequent of traces or a corpus, or those a tokenizer learned first."""
 
 import warnings
 from collections.abc import Sequence as Seq
@@ -21,8 +19,8 @@ from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 
 def choose_drafts(wanted: DraftOutputSettings, heads: Seq[HeadConfig], checkpoint: OpenedCheckpoint) -> DraftSource:
-    """Source of the output layer for drafts of the first of these heads, or of a self-draft copy. SpecDecError for a
-    head with another tokenizer.
+    """The ids and the head for drafts: the first of these heads, or none for a self-draft copy. SpecDecError for a head
+    with another tokenizer, and for ids that cannot be chosen.
     """
     directory, config = checkpoint.directory, checkpoint.config.pretrained_config
     for head in heads:
@@ -61,7 +59,7 @@ def _choose_ids(source: str | None, size: int | None, checkpoint: OpenedCheckpoi
 
 
 def warn_of_missing_ends(drafts: DraftSource, checkpoint: OpenedCheckpoint) -> None:
-    """Warn if no end id can be drafted; `open_drafter` warns again."""
+    """Warn if none of the model's end ids is drafted. Opening the drafter warns again."""
     directory, config = checkpoint.directory, checkpoint.config.pretrained_config
     end_ids = find_end_ids(directory, config, find_tokenizer(directory, config)) if drafts.ids else ()
     if (warning := missing_ends(drafts.ids, end_ids)) is not None:

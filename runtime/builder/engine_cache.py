@@ -1,5 +1,5 @@
-"""Engines made from models: converted and built once, then found in the cache by a digest of everything that they
-depend on.
+"""Engines of models: converted and built once, then found in the cache by a digest of everything that they depend on:
+the model's files, the settings, the machine, and the code that builds engines.
 """
 
 import errno
@@ -17,23 +17,11 @@ from typing import Literal, Unpack
 import torch
 
 from runtime.builder.choosing import check_is_aot, compiler_for, without_kernels
-from runtime.builder.engine_options import (
-    EngineOptions,
-    build_config_of,
-    draft_output_of,
-    precision_of,
-    with_defaults,
-)
+from runtime.builder.engine_options import EngineOptions, build_config_of, draft_output_of, precision_of, with_defaults
 from runtime.checkpoint.bundle import check_step_files, check_tokenizer_files, read_bundle, uses_kernels
 from runtime.checkpoint.checkpoint_dir import check_not_split
 from runtime.checkpoint.checksums import CONFIG, NOT_RECORDED
-from runtime.checkpoint.config import (
-    BuildConfig,
-    Compiler,
-    Dtype,
-    max_draft_len_for,
-    usual_max_seq_len,
-)
+from runtime.checkpoint.config import BuildConfig, Compiler, Dtype, max_draft_len_for, usual_max_seq_len
 from runtime.checkpoint.costs import MeasuredCosts, keep_costs
 from runtime.checkpoint.generation_config import GENERATION_CONFIG
 from runtime.checkpoint.resolve import (
@@ -46,12 +34,7 @@ from runtime.checkpoint.resolve import (
 from runtime.drafters.heads.head_config import DraftOutputSettings, HeadConfig
 from runtime.engine.engine import resolve_device
 from runtime.engine.load import current_environment, take_step
-from runtime.kernels.library import (
-    begin_kernels,
-    check_kernels_can_be_made,
-    kernels_can_wait,
-    processor,
-)
+from runtime.kernels.library import begin_kernels, check_kernels_can_be_made, kernels_can_wait, processor
 from runtime.util.cache import (
     cache_dir,
     cached_engines,
@@ -79,6 +62,10 @@ from runtime.util.locks import MODEL_INIT_LOCK
 from runtime.util.temporary import own_temporary_files, temporary_dir
 
 _MOST_BYTES_WITHOUT_KERNELS = 1 << 30
+_KERNELS_COME_LATER = (
+    "the CPU kernels are being compiled (2 to 4 minutes, once, in the background). Until then the model runs "
+    "several times slower, and where two tokens are nearly equally likely, later outputs may differ"
+)
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
 """Opens a display of phases: gives a function to call with the name of each phase when it begins."""
 
@@ -92,9 +79,7 @@ class EngineSettings:
     hidden_states: tuple[int, ...] = ()
     """Hidden states that the step gives, for a trained drafter (`BuildConfig`)."""
     takes_torch_compile: bool = field(default=False, repr=False)
-    """Value of `BuildEffort.takes_torch_compile`. It is left out of the settings' representation, and so of an engine's
-    identity.
-    """
+    """Value of `BuildEffort.takes_torch_compile`. It is not part of the `repr`, nor of an engine's digest."""
     draft_output: DraftOutputSettings = field(default_factory=DraftOutputSettings)
     """Output layer for drafts: of the self-draft copy, and of the first head."""
     heads: tuple[HeadConfig, ...] = ()
@@ -138,12 +123,13 @@ def engine_of_model(
     """The engine's directory for a model (directory, hub id or shipped name), built unless the cache has it.
 
     Without the cache the engine is built anew, and removed when the block ends. With `answers_first`, a small model's
-    engine may come without kernels if these must still be compiled; they are compiled when the block has ended.
+    engine may come without kernels if these must still be compiled; a process begins to compile them when the block
+    ends.
     """
     model_dir = resolve_model(name)
     check_weight_files(model_dir)
     device = resolve_device("auto", 0)
-    if is_digest_awaited():  # of a new model, whose engine will not be there: what builds it is imported meanwhile
+    if is_digest_awaited():  # the model is new, so its engine will be built: the builder is imported meanwhile
         _import_builder()
     asked, dtype = settings.options["compiler"], settings.options["dtype"]
     settings = replace(settings, takes_torch_compile=asked is None)
@@ -180,7 +166,7 @@ def engine_of_model(
         compiler = compiler_for(device, asked)
         if asked is None and not is_made(compiler):
             if answers_first and use_cache and _needs_no_kernels(model_dir, settings, compiler) and kernels_can_wait():
-                _say_that_kernels_come_later()
+                warnings.warn(_KERNELS_COME_LATER, SpecDecWarning, stacklevel=1)
                 stack.callback(begin_kernels)
                 compiler = "none"
             else:
@@ -209,8 +195,8 @@ class ModelEngines:
         return self._made(model, settings_of(self.options, heads, hidden_states))
 
     def of_draft_model(self, model: str, num_masks: int) -> Path:
-        """Directory of a draft model's engine, which is not split and keeps the model's weights as they are. Its steps
-        take `num_masks` mask tokens behind a sequence.
+        """Directory of a draft model's engine, which is not split or quantized again, and has no copy. Its steps take
+        `num_masks` mask tokens behind a sequence.
         """
         answers = settings_of(self.options).changed(
             max_draft_len=max_draft_len_for(num_masks),
@@ -261,9 +247,7 @@ def engine_of_checkpoint(checkpoint_dir: Path, build: BuildConfig) -> Iterator[P
 
 @contextmanager
 def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterator[Path]:
-    """The cache's entry, made from `source` unless it is there and whole. It is protected from removal within the
-    block.
-    """
+    """The cache's entry, made from `source` unless it is there and whole. It is not removed while the block lasts."""
     check_private_dir(entry, cache_dir(), entry.parent)
     check_private_entry(entry)
     max_cache_bytes()  # an invalid size is an error before anything is made
@@ -283,7 +267,7 @@ def _entry(entry: Path, source: Path, make: Callable[[Path], object]) -> Iterato
                         share_files(entry, {one.name: one.sha256 for one in read_bundle(entry).config.files})
                     is_new = True
         with used_entry(entry) as is_there:
-            if is_there:  # and was not removed between the two
+            if is_there:  # otherwise another process has just removed it
                 if is_new:
                     _keep_cache_small()
                 yield entry
@@ -308,15 +292,6 @@ def _say_that_it_waits() -> None:
     warnings.warn("waiting for another process, which is building this engine", SpecDecWarning, stacklevel=2)
 
 
-def _say_that_kernels_come_later() -> None:
-    warnings.warn(
-        "the CPU kernels are being compiled (2 to 4 minutes, once, in the background). Until then the model runs "
-        "several times slower, and where two tokens are nearly equally likely, later outputs may differ",
-        SpecDecWarning,
-        stacklevel=2,
-    )
-
-
 def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -> str:
     """A digest of the model's files, the settings, the machine, and the code that builds engines."""
     return digest(
@@ -332,7 +307,7 @@ def _identity(model_dir: Path, settings: EngineSettings, device: torch.device) -
 
 
 def _identity_of_drafts(settings: EngineSettings) -> list[str]:
-    """The output layer for drafts, identified by the contents of its source files."""
+    """The output layer for drafts, by the contents of its files: the ids, and a quantized head's weights."""
     wanted, weights = settings.draft_output, list[Path]()
     vocab = wanted.vocab if wanted.vocab in (None, "auto") else file_digest(Path(wanted.vocab))
     if wanted.is_quantized:
@@ -355,10 +330,10 @@ def _is_engine(entry: Path, source: Path) -> bool:
 
 
 def _damage(entry: Path, source: Path) -> str | None:
-    """The reason why the entry is not the engine that was built from `source`; None if it is.
+    """The reason why the entry is no whole engine; None if it is.
 
-    Files that people edit have no record. Such a file counts as damaged if it is cut off, which means that it is equal
-    to the beginning of the source's file, or if it is not JSON.
+    Files that people edit have no record. Such a file counts as damaged if it is cut off, which means that it equals
+    the beginning of the file in `source`, and a generation config also if it is not JSON.
     """
     try:
         bundle = read_bundle(entry)
@@ -384,7 +359,7 @@ def _room_in_cache() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        named = error.filename2 or error.filename  # of a copy the second is what could not be written
+        named = error.filename2 or error.filename  # if a file was copied, the second is the copy
         is_elsewhere = named and not Path(str(named)).is_relative_to(cache_dir())
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or is_elsewhere:
             raise
@@ -411,7 +386,7 @@ def _import_builder() -> None:
 def _make_engine(
     model_dir: Path, engine_dir: Path, settings: EngineSettings, device: torch.device, phases: Phases
 ) -> Path:
-    """Convert the model and build the engine. The checkpoint between the two is not kept."""
+    """Convert the model, and build the engine from the checkpoint, which is not kept; returns `engine_dir`."""
     _import_builder()
     from runtime.builder.build import BuildEffort, build_engine, positions_of
     from runtime.builder.convert import convert_for_build, plan_conversion
@@ -420,14 +395,14 @@ def _make_engine(
     options, compiler = settings.options, settings.options["compiler"]
     assert compiler is not None
     if uses_kernels(compiler, device.type):
-        check_kernels_can_be_made()  # not found out after the model was converted
+        check_kernels_can_be_made()  # before the model is converted
     with (
         tempfile.TemporaryDirectory(prefix=f".{engine_dir.name}.", dir=engine_dir.parent) as directory,
         errors_about(str(model_dir), directory),
         phases() as phase,
     ):
         phase("converting the model")
-        by_parts = compiler == "aot"  # each weight is read when it is wanted
+        by_parts = compiler == "aot"  # it reads each weight when it needs it
         dtype = None if options["dtype"] == "auto" else options["dtype"]
         with _no_word_of_own_head(settings.heads, model_dir):
             conversion = plan_conversion(model_dir, dtype, precision_of(options), options["tensor_parallel_size"])
@@ -442,7 +417,7 @@ def _make_engine(
             takes_torch_compile=settings.takes_torch_compile,
             leaves_step=True,
         )
-        with warnings.catch_warnings():  # whoever opens the engine is told, by the model's name
+        with warnings.catch_warnings():  # opening the engine says so, with the model's name
             warnings.filterwarnings("ignore", r"the engine takes token ids only", SpecDecWarning)
             config = build_engine(checkpoint, engine_dir, build, device, replace=False, phase=phase, effort=at_once)
     if not at_once.measure_costs:

@@ -37,7 +37,7 @@ flags for the layers that draft, in commands that take a model and in `build`.""
 
 @dataclass(frozen=True)
 class EngineOption:
-    """Description of an option. Its type stands in `EngineOptions`."""
+    """Description of an option, whose type stands in `EngineOptions`."""
 
     help: str
     default: Any = None
@@ -114,7 +114,7 @@ class EngineOptions(TypedDict, total=False):
     ]  # fmt: skip
     self_draft: Annotated[
         IntFormat | None,
-        EngineOption("Add a copy of the linear weights, quantized to int8 or int4, for self-drafting.",
+        EngineOption("Add a copy of the linear weights, quantized to int8 or int4, for self-drafting; `none`: no copy.",
                      shown="none; int4 if it is to draft", flags=("model", "build"), takes_none=True),
     ]  # fmt: skip
     head: Annotated[
@@ -212,8 +212,8 @@ def value_of(name: str, value: Any) -> Any:
 
 
 def with_defaults(options: EngineOptions) -> EngineOptions:
-    """Each option's value or default, but for `use_cache` and options that are read before an engine is made: a head's
-    directory, and those of `draft_output_of`.
+    """Each option's value or default, except `use_cache` and the options that are read before an engine is made:
+    `head`, and the options of `draft_output_of`.
     """
     named = {
         name: options.get(name, described.default)
@@ -233,7 +233,7 @@ def precision_of(options: EngineOptions) -> QuantConfig:
 def build_config_of(
     options: EngineOptions, compiler: Compiler, max_request_len: int, hidden_states: tuple[int, ...]
 ) -> BuildConfig:
-    """Limits of an engine for prompts and outputs of `max_request_len` tokens together, to which drafts are added."""
+    """Settings of a build for prompts and outputs of `max_request_len` tokens together, to which a draft is added."""
     max_draft_len = options.get("max_draft_len", USUAL_MAX_DRAFT_LEN)
     copy = options.get("self_draft")
     return BuildConfig(

@@ -20,7 +20,8 @@ from runtime.text.text import load_tokenizer, tokenizer_digest
 from runtime.util.cache import digest
 from runtime.util.errors import SpecDecError
 
-# Of a config: who wrote it, how it is run, and which ids begin, end and pad, which requests say anew.
+# Keys of a config that do not change what the model computes: who wrote it, how it is run, and the ids that begin, end
+# and pad a text, which each request names.
 _NOT_OF_THE_MODEL = {
     "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
     "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
@@ -31,8 +32,8 @@ _SUMMED_AT_ONCE = 1 << 20
 
 
 class BitSums:
-    """Sum of the bits of each weight of a model, cast to `dtype`, or to float32 if transformers keeps it so. The sums
-    are as fast as memory, and are taken while the weights are loaded.
+    """Sums of the bits of a model's weights, each cast to `dtype`, or to float32 if transformers keeps it so. Summing
+    is as fast as memory, and is done while other code has the weights loaded.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, unread: Path | None = None) -> None:
@@ -44,9 +45,7 @@ class BitSums:
 
     @contextmanager
     def present(self, *those: nn.Module | Tensor) -> Iterator[None]:
-        """Read the weights of a module, as `weights.present` does; SpecDecError if weights of the `unread` file are NaN
-        or infinite.
-        """
+        """Read weights as `weights.present` does; SpecDecError if weights of the `unread` file are NaN or infinite."""
         with present(*those):
             for tensor in tensors_of(those):
                 if (place := _place(tensor)) in self._names and place not in self._sums:
@@ -71,7 +70,7 @@ def _place(weight: Tensor) -> tuple[int, int]:
 
 def _sum_of_bits(weight: Tensor, dtype: torch.dtype) -> int:
     """Sum by NumPy, which takes a tenth of torch's time, piece by piece, so that each piece can be cast."""
-    total = np.zeros(1, np.int64)  # of an array, which may overflow
+    total = np.zeros(1, np.int64)  # an array's sum overflows without a warning
     for piece in torch.split(weight.detach().flatten(), _SUMMED_AT_ONCE):
         cast = piece.to(dtype) if weight.dtype.is_floating_point else piece
         total += cast.view(_INTEGERS[cast.element_size()]).cpu().numpy().sum(dtype=np.int64)
@@ -81,15 +80,13 @@ def _sum_of_bits(weight: Tensor, dtype: torch.dtype) -> int:
 def differences(
     model: PreTrainedModel, model_dir: Path, bundle: Bundle, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> list[str]:
-    """Differences between transformers' `model`, loaded from `model_dir`, and the engine's model; empty if there are
-    none.
-    """
+    """Differences between transformers' `model`, loaded from `model_dir`, and the engine's model."""
     found = _config_differences(model, bundle)
     if tokenizer is not None and _has_another_tokenizer(model_dir, bundle, tokenizer):
         found.append("the tokenizer")
-    is_inner = model.config.get_text_config() is not model.config  # whose weights have other names here
+    is_inner = model.config.get_text_config() is not model.config  # its weights have other names here
     quantization = bundle.config.quantization
-    # From these weights or others: the figures tell how well.
+    # Quantized weights differ from the model's in any case.
     is_quantized = quantization is not None and quantization.quant_algo is not None
     if not found and not (is_inner or is_quantized) and BitSums(model, dtype).digest() != bundle.config.weights_digest:
         found.append("the weights")

@@ -1,4 +1,4 @@
-"""Profiles: `tune`'s recommendation for an engine, in a file that `run` and `summarize` read."""
+"""Profiles: `tune`'s recommendation for an engine, in a file that other commands and `LLM` read."""
 
 import dataclasses
 import json
@@ -92,9 +92,7 @@ class Profile:
 
 
 def engine_digest(config: EngineConfig) -> str:
-    """A digest that is equal for engines with the same model shape, built alike for the same machine. Measured times
-    are left out.
-    """
+    """A digest, without measured times, that is equal for engines of one shape, built alike for one machine."""
     record = as_json(config)
     return digest([json.dumps({key: record[key] for key in _IDENTITY}, sort_keys=True)])
 
@@ -158,9 +156,9 @@ def _parse_drafters(record: Any, where: str) -> tuple[DrafterSpec, ...]:
 
 def _parse_one(record: Any, where: str) -> DrafterSpec:
     kinds = {name: spec for name, spec in DRAFTERS.items() if spec.description.is_tuned}
-    kind = kinds.get(str(record.get("name"))) if isinstance(record, dict) else None
+    name = record.get("name") if isinstance(record, dict) else record
+    kind = kinds.get(str(name)) if isinstance(record, dict) else None
     if kind is None:
-        name = record.get("name") if isinstance(record, dict) else record
         raise SpecDecError(f"`{where}` names no drafter that a profile can have ({', '.join(kinds)}): {name}")
     missing = [field.name for field in fields_of(kind) if field.name not in record]
     if missing:
@@ -168,7 +166,7 @@ def _parse_one(record: Any, where: str) -> DrafterSpec:
     settings = {key: value for key, value in record.items() if key != "name"}
     try:
         drafter = parse(kind, settings, where)
-        # JSON has no paths; a profile's draft model is a directory, never a name.
+        # JSON has no paths: the draft model of a profile is always a directory.
         return drafter if drafter.draft_model is None else drafter.with_draft_model(Path(drafter.draft_model))
     except UsageError as error:
         raise SpecDecError(f"`{where}` has numbers that no drafter can have: {settings}") from error
@@ -203,7 +201,7 @@ def profile_for_model(path: Path, name: str) -> Profile:
 
 
 def saved_profile(name: str) -> Path:
-    """Path in the cache of a model's default profile, which need not exist."""
+    """Path in the cache of a model's default profile, which need not exist. SpecDecError if there is no such model."""
     return cache_dir() / PROFILES / f"{model_digest(name)[:32]}.json"
 
 

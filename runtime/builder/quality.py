@@ -13,25 +13,24 @@ from transformers import PreTrainedModel
 from runtime.builder.reference import QUANTIZED_KV, Quantized, QuantizeKV, load_original
 from runtime.checkpoint.bundle import weights_files
 from runtime.checkpoint.checkpoint_dir import open_checkpoint
-from runtime.checkpoint.checksums import CONFIG, config_digest
-from runtime.checkpoint.config import CheckpointConfig, EngineConfig, Quality, as_json
+from runtime.checkpoint.checksums import CONFIG, write_config
+from runtime.checkpoint.config import CheckpointConfig, EngineConfig, Quality
 from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.core.kv_cache import kv_dtype
 from runtime.model.model import ModelKind, load_whole_model, split_config
 from runtime.model.pretrained import num_positions, parse_pretrained_config
 from runtime.text.text import encode_text, load_tokenizer
 from runtime.util.errors import SpecDecError
-from runtime.util.files import write_json
 from runtime.util.reading import read_utf8
 
 _NUM_TOKENS = 2000
-_WINDOW = 500  # tokens that are computed at once, and see each other
+_WINDOW = 500  # tokens that are computed at once; tokens of other windows are not seen
 DEMO_TEXT = "the demo's articles"
 
 
 def quality_text(checkpoint: CheckpointConfig, file: Path | None) -> tuple[str, str] | None:
-    """The text for the comparison, and its name; None if there is no text, or no unquantized model to compare with. The
-    demo has a text of its own. SpecDecError for a file that the user named and that cannot be used.
+    """The text for the comparison, and its name: the file's, or for the demo a text of its own. None if there is no
+    text, or no unquantized model to compare with. SpecDecError for a file that cannot be used.
     """
     unquantized = None if checkpoint.quantization is None else checkpoint.quantization.unrounded
     if file is not None:
@@ -56,7 +55,7 @@ def demo_text() -> str:
 def measure_quality(checkpoint_dir: Path, text: str, name: str) -> Quality:
     """Run both models on the first 2,000 tokens of a text, by transformers in float32, so that only quantization
     differs: of weights, of keys and values, and of activations. SpecDecError if the unquantized model has been moved or
-    changed.
+    its config changed, or if the text has fewer than two tokens.
     """
     checkpoint = open_checkpoint(checkpoint_dir)
     assert checkpoint.quantization is not None and checkpoint.quantization.unrounded is not None
@@ -105,7 +104,4 @@ def _log_probs(model: PreTrainedModel, tokens: list[int], window: int, **quantiz
 
 def record_quality(engine_dir: Path, config: EngineConfig, quality: Quality) -> EngineConfig:
     """Write the quantization error of its checkpoint into an engine's `config.json`."""
-    config = dataclasses.replace(config, quality=quality)
-    config = dataclasses.replace(config, config_digest=config_digest(as_json(config)))
-    write_json(engine_dir / CONFIG, as_json(config))
-    return config
+    return write_config(engine_dir, dataclasses.replace(config, quality=quality))

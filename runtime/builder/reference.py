@@ -45,8 +45,8 @@ def quantized_kv_attention(
     quantize_kv: QuantizeKV,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over quantized K/V like transformers' eager attention, in float32. Returns [1, tokens, heads, value
-    dim].
+    """Attention over quantized K/V like transformers' eager attention, in float32. Takes [1, heads, tokens, dim] and
+    returns [1, tokens, heads, value dim].
     """
     key, value = quantize_kv(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     num_groups = query.shape[1] // key.shape[1]
@@ -76,9 +76,9 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Stored:
-    """Takes the K/V that an engine's step has stored for a sequence, after checking that they are valid roundings.
-    Where a number lies between two neighbouring codes, its last bits decide, and either code is right. A rank has
-    stored only its own heads; the other heads are quantized here.
+    """Takes the K/V that an engine's step has stored for a sequence, where they are valid roundings: of a number
+    between two neighbouring codes, its last bits decide, and either code is right. Other numbers, and the heads of
+    other ranks, are quantized here.
     """
 
     pool: KVPool
@@ -133,9 +133,7 @@ def _are_narrow(args: Any) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Output [..., outputs] in the dtype of `x`, from `x` [..., inputs] and the weight [outputs, inputs], which is
-    widened piece by piece.
-    """
+    """Output [..., outputs] in the dtype of `x` [..., inputs]. The weight [outputs, inputs] is widened in pieces."""
     wide = x.reshape(-1, weight.shape[1]).float()
     outputs = x.new_empty(len(wide), len(weight))
     at_once, end = max(1, _WIDENED_AT_ONCE // max(1, weight.shape[1])), 0
@@ -190,9 +188,7 @@ class Choices(TorchFunctionMode):
         return kind((scores.gather(-1, indices), indices))
 
     def _of_bound(self, distances: Tensor, bound: float, decided: Tensor) -> Tensor:
-        """True where a score's distance from the best score exceeds the bound, so that its expert is left out; ties in
-        turn are decided otherwise.
-        """
+        """True where a score is too far from the best to take its expert; ties in turn are decided otherwise."""
         if (margin := self._margin(distances)) is None:
             return decided
         return decided ^ self._in_turn(((distances - bound).abs() <= margin) & (distances != 0))
@@ -209,11 +205,9 @@ class Choices(TorchFunctionMode):
 
 
 def near_ties(rounded: Choices, exact: Choices) -> list[float]:
-    """Margins, one for each call, within which rounding may exchange scores: as much as a typical token's
-    scores move.
-    """
+    """Margins, one for each call, within which rounding may exchange scores: twice a typical token's move."""
     return [
-        2 * (ours - theirs).nan_to_num(0).abs().amax(-1).median().item()  # none of experts that neither may take: -inf
+        2 * (ours - theirs).nan_to_num(0).abs().amax(-1).median().item()  # -inf - -inf: experts that neither may take
         for ours, theirs in zip(rounded.scores, exact.scores, strict=True)
     ]
 
@@ -223,10 +217,10 @@ AttentionMaskInterface.register(QUANTIZED_KV, eager_mask)
 
 
 def load_original(model_dir: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
-    """The unconverted model: transformers' own, in `dtype`, with transformers' default attention unless one is named.
+    """The unconverted model: transformers' own, in `dtype`, with its default attention unless another is named.
 
     A GGUF file's weights are dequantized here: transformers would need another package, and does not read all files.
-    Raises whatever transformers raises.
+    Exceptions are transformers' own.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if is_gguf(model_dir):

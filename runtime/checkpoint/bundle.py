@@ -12,11 +12,20 @@ Nothing here needs torch: errors about a directory are reported before torch is 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes, is_of_tokenizer
-from runtime.checkpoint.config import Compiler, EngineConfig, Mapping, parse
+from runtime.checkpoint.checksums import (
+    CONFIG,
+    Artefact,
+    check_config,
+    check_contents,
+    check_mapping,
+    check_recorded,
+    check_sizes,
+    is_of_tokenizer,
+)
+from runtime.checkpoint.config import Compiler, EngineConfig, FileRecord, Mapping, parse
 from runtime.checkpoint.costs import are_measured_when_asked_for, with_kept_costs
 from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.util.errors import SpecDecError
@@ -29,8 +38,7 @@ DRAFT_VOCAB, HEAD_OUTPUT = "draft_vocab.txt", "head_output.safetensors"
 """Files with the ids that may be drafted, and with a trained head's quantized layers, if an engine has them."""
 TARGET_OUTPUT = "target_output.safetensors"
 """File with the target's output layer, for a trained head that has none of its own."""
-_BUILD_AGAIN = "build it again"
-ENGINE = Artefact("the engine was built", _BUILD_AGAIN, code="engine")
+ENGINE = Artefact("the engine was built", "build it again", code="engine")
 
 
 def step_files(config: EngineConfig) -> list[str]:
@@ -50,7 +58,7 @@ def weights_files(mapping: Mapping) -> list[str]:
 
 
 def uses_kernels(compiler: Compiler, device: str) -> bool:
-    """True if our kernel computes attention, which is so on a CPU in a compiled step."""
+    """True if our kernels compute attention: in a compiled step on a CPU."""
     return compiler != "none" and device == "cpu"
 
 
@@ -61,8 +69,7 @@ class Bundle:
     directory: Path
     config: EngineConfig
     model: str | None = None
-    """The model from which the engine was made for this run, as the user named it; None if the user named the engine.
-    """
+    """The model from which the engine was made, as the user named it; None if the user named the engine."""
 
     @property
     def given(self) -> str:
@@ -82,7 +89,7 @@ class Bundle:
 
 
 def read_bundle(engine_dir: Path, model: str | None = None) -> Bundle:
-    """Open an engine's directory; SpecDecError names the file or key that is missing or wrong."""
+    """Open an engine's directory; SpecDecError as from `read_engine_config`."""
     return Bundle(engine_dir, read_engine_config(engine_dir), model)
 
 
@@ -95,9 +102,7 @@ def is_engine_dir(directory: Path) -> bool:
 
 
 def read_engine_config(engine_dir: Path) -> EngineConfig:
-    """Parse and check an engine directory's configuration; SpecDecError names the file or key that is missing or
-    wrong.
-    """
+    """Parse and check an engine's configuration; SpecDecError names the file or key that is missing or wrong."""
     recover_directory(engine_dir)
     if not engine_dir.is_dir():
         if is_gguf(engine_dir):
@@ -108,7 +113,7 @@ def read_engine_config(engine_dir: Path) -> EngineConfig:
     data, text = read_json_and_text(engine_dir / CONFIG)
     config = parse_engine_config(data, engine_dir)
     check_config(engine_dir / CONFIG, text, ENGINE)
-    check_sizes(engine_dir, [record for record in config.files if not is_of_tokenizer(record)], ENGINE)
+    check_sizes(engine_dir, _but_the_tokenizers(config), ENGINE)
     return with_kept_costs(config, engine_dir)
 
 
@@ -127,20 +132,9 @@ def parse_engine_config(data: dict[str, Any], engine_dir: Path) -> EngineConfig:
         raise SpecDecError(f"this is not an engine directory: {engine_dir}", hint="build one", code="not_an_engine")
     config = parse(EngineConfig, data, str(engine_dir / CONFIG))
     if not isinstance(config.pretrained_config.get("model_type"), str):
-        raise SpecDecError(f"`{engine_dir / CONFIG}` names no `model_type`", hint=_BUILD_AGAIN, code="engine")
-    if config.mapping != Mapping(config.mapping.tp_size, config.mapping.tp_size):
-        raise SpecDecError(
-            f"the engine is split over devices in a way that this version does not read: {engine_dir}",
-            hint=_BUILD_AGAIN,
-            code="engine",
-        )
-    recorded = {record.name for record in config.files}
-    recorded |= {parent.as_posix() for name in recorded for parent in PurePosixPath(name).parents}
-    for name in step_files(config):
-        if name not in recorded:
-            raise SpecDecError(
-                f"`{engine_dir / CONFIG}` has no record of the file: {name}", hint=_BUILD_AGAIN, code="engine"
-            )
+        raise ENGINE.wrong(f"`{engine_dir / CONFIG}` names no `model_type`")
+    check_mapping(config.mapping, engine_dir, ENGINE)
+    check_recorded(step_files(config), config.files, engine_dir, ENGINE)
     return config
 
 
@@ -150,19 +144,19 @@ def _other_kind(kind: str, path: Path) -> SpecDecError:
     )
 
 
+def _but_the_tokenizers(config: EngineConfig) -> list[FileRecord]:
+    return [record for record in config.files if not is_of_tokenizer(record)]
+
+
 def check_step_files(bundle: Bundle) -> None:
-    """SpecDecError unless the step's files are as they were built. A file that has not changed since last time is not
-    read.
-    """
-    check_contents(bundle.directory, [one for one in bundle.config.files if not is_of_tokenizer(one)], ENGINE)
+    """SpecDecError unless all files but the tokenizer's are as built. A file whose digest is known is not read."""
+    check_contents(bundle.directory, _but_the_tokenizers(bundle.config), ENGINE)
 
 
 @contextmanager
 def unchanged_while_opened(bundle: Bundle) -> Iterator[None]:
-    """SpecDecError if the step's files were replaced during the block: the files opened in it may belong to two
-    engines.
-    """
-    names = [CONFIG, *(record.name for record in bundle.config.files if not is_of_tokenizer(record))]
+    """SpecDecError if the engine was replaced during the block: files opened there may belong to two engines."""
+    names = [CONFIG, *(record.name for record in _but_the_tokenizers(bundle.config))]
     paths = [bundle.directory / name for name in names]
     before = [_stamp(path) for path in paths]
     yield

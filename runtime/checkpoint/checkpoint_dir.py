@@ -5,13 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.bundle import weights_files
-from runtime.checkpoint.checksums import CONFIG, Artefact, check_config, check_contents, check_sizes
-from runtime.checkpoint.config import CheckpointConfig, Mapping, SelfDraft, parse
+from runtime.checkpoint.checksums import (
+    CONFIG,
+    Artefact,
+    check_config,
+    check_contents,
+    check_mapping,
+    check_recorded,
+    check_sizes,
+)
+from runtime.checkpoint.config import CheckpointConfig, SelfDraft, parse
 from runtime.util.errors import SpecDecError
 from runtime.util.files import check_model_files, read_json, read_json_and_text, recover_directory
 
-_CONVERT_AGAIN = "convert the model again"
-CHECKPOINT = Artefact("the model was converted", _CONVERT_AGAIN, code="checkpoint")
+CHECKPOINT = Artefact("the model was converted", "convert the model again", code="checkpoint")
 
 
 @dataclass(frozen=True)
@@ -21,9 +28,7 @@ class OpenedCheckpoint:
     directory: Path
     config: CheckpointConfig
     unread: Path | None = None
-    """The model's own file, if it serves as the checkpoint's weights and nobody has checked it for NaN and infinity
-    yet.
-    """
+    """The model's own file, if it serves as the checkpoint's weights and was not yet checked for NaN and infinity."""
 
 
 def is_checkpoint_dir(directory: Path) -> bool:
@@ -38,7 +43,7 @@ def is_checkpoint_dir(directory: Path) -> bool:
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointConfig:
     """Parse and check a checkpoint directory; SpecDecError names the file or key that is missing or wrong.
 
-    A file that has not changed since last time is not read.
+    A file that has not changed since the last check is not read.
     """
     recover_directory(checkpoint_dir)
     if not checkpoint_dir.is_dir():
@@ -72,39 +77,23 @@ def parse_checkpoint_config(data: dict[str, Any], checkpoint_dir: Path) -> Check
             model_dir=checkpoint_dir,
         )
     config = parse(CheckpointConfig, data, str(checkpoint_dir / CONFIG))
-    if config.mapping != Mapping(config.mapping.tp_size, config.mapping.tp_size):
-        raise SpecDecError(
-            f"the checkpoint is split over devices in a way that this version does not read: {checkpoint_dir}",
-            hint=_CONVERT_AGAIN,
-            code="checkpoint",
-        )
-    recorded = {record.name for record in config.files}
-    for name in weights_files(config.mapping):
-        if name not in recorded:
-            raise SpecDecError(
-                f"`{checkpoint_dir / CONFIG}` has no record of the file: {name}", hint=_CONVERT_AGAIN, code="checkpoint"
-            )
+    check_mapping(config.mapping, checkpoint_dir, CHECKPOINT)
+    check_recorded(weights_files(config.mapping), config.files, checkpoint_dir, CHECKPOINT)
     return config
 
 
-_BITS = {"W8A16": 8, "W8A16_GPTQ": 8, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "FP8_BLOCK_SCALES": 8}
-
-
 def check_self_draft(checkpoint: CheckpointConfig, self_draft: SelfDraft | None) -> None:
-    """SpecDecError for a self-draft copy of a split model, or a copy with as many bits as the checkpoint's weights or
-    more.
-    """
+    """SpecDecError for a self-draft copy of a split model, or with as many bits as the checkpoint's weights or more."""
     if self_draft is None:
         return
     check_not_split(checkpoint.mapping.tp_size)
     quantization = checkpoint.quantization
-    if quantization is None or quantization.quant_algo in (None, "MIXED_PRECISION"):
+    if quantization is None or quantization.bits is None or quantization.quant_algo == "MIXED_PRECISION":
         return
-    bits = _BITS.get(str(quantization.quant_algo), 4)
-    if bits <= int(self_draft.qformat.removeprefix("int")):
+    if int(quantization.bits) <= int(self_draft.qformat.removeprefix("int")):
         raise SpecDecError(
-            f"the checkpoint's weights are in {bits} bits already ({quantization.quant_algo}), so a copy in "
-            f"{self_draft.qformat} would draft no faster than the model",
+            f"the checkpoint's weights are in {quantization.bits} bits already ({quantization.quant_algo}), so a copy "
+            f"in {self_draft.qformat} would draft no faster than the model",
             hint="leave `self_draft` out, or convert the model to a format with more bits by `quantization`",
             code="self_draft_bits",
         )

@@ -1,4 +1,4 @@
-"""The settings that travel in `config.json` of checkpoint and engine directories, frozen once parsed.
+"""The records in `config.json` of checkpoint and engine directories, frozen once parsed.
 
 `parse` reads what `as_json` gives. It checks every key, so a damaged or foreign file gives an error that names the file
 and the key, instead of a crash later.
@@ -15,17 +15,10 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.reading import shown
-from runtime.util.words import nearest
+from runtime.util.words import meant
 
-CHECKPOINT_FORMAT_VERSION = 2  # 1: files were not recorded
-# 1: K/V blocks were laid out token by token; 2: linear layers were torch's; 3: the package held the weights; 4: neither
-# files nor weights were recorded; 5: a token's bits depended on the size of its step; 6: the package did not say what
-# it was compiled for; 7: layers said whether they quantize what they read, not to how many bits; 8: the
-# kernels did not sample; 9: the compiler's loops were OpenMP's; 10: a step was one program; 11: all of a step's
-# programs were compiled; 12: layers had no states; 13: layers with keys and values had no numbers; 14:
-# attention had neither soft caps nor sinks nor chunks; 15: the kernels did not know what drafts they choose for;
-# 16: experts were not quantized; 17: attention had no slopes; 18: routers' biases were rounded to 16 bits
-ENGINE_FORMAT_VERSION = 19
+CHECKPOINT_FORMAT_VERSION, ENGINE_FORMAT_VERSION = 2, 19
+"""Versions of the formats: raised whenever this code could not use, or would misread, what earlier code wrote."""
 
 # Beyond these limits nothing useful can be built, and the value is most likely a slip.
 MAX_BATCH_SIZE = 1024
@@ -60,7 +53,7 @@ Seconds = Annotated[float, Between(0, 10**6)]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Compiler = Literal["aot", "torch-compile", "none"]
 Arithmetic = Literal["float32", "avx512_bf16", "amx_bf16"]
-"""Matmul kernel for 16-bit numbers (a set of instructions); kernels differ in the last bits of their results."""
+"""Arithmetic of our matmul kernels: float32, or bfloat16 by a set of instructions. Results differ in the last bits."""
 ARITHMETICS: tuple[Arithmetic, ...] = typing.get_args(Arithmetic)  # in the order of the kernels' numbers
 SpeculativeDecodingMode = Literal["none", "draft_tokens_external"]
 IntFormat = Literal["int8", "int4"]
@@ -123,9 +116,7 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization of a checkpoint's linear layers as a whole. Each layer's tensors show how that layer
-    is quantized.
-    """
+    """Quantization of a checkpoint as a whole. How one layer is quantized is seen from the layer's tensors."""
 
     quant_algo: QuantAlgo | None
     kv_cache_quant_algo: KVCacheQuantAlgo | None = None
@@ -136,15 +127,15 @@ class Quantization:
     exclude_modules: tuple[str, ...] = ()
     """Linear layers that are not quantized."""
     activations: LayersActivations = "float"
-    """Activation format for quantized layers; `mixed`: int8 for weights of 4 bits, int16 for those of 8."""
+    """Activation format of quantized layers."""
     source: str = "rounded"
-    """Origin of the quantized weights: quantized by the conversion, or read from a format of this name."""
+    """Origin of quantized weights: `rounded` here, or the format of the model's files; `none` for K/V alone."""
     unrounded: str | None = None
     """The model that was quantized, by its shipped name or directory; None if it is not known."""
 
     @property
     def bits(self) -> str | None:
-        """Bits of a quantized weight: `4`, or `4 and 8` if layers differ; None if weights are not quantized."""
+        """Bits of a quantized weight: `4` or `8`, `4 and 8` or `4 to 8` if layers differ; None without quantization."""
         if self.quant_algo is None:
             return None
         if self.quant_algo == "MIXED_PRECISION":  # activations of integers tell: 8 bits beside 4, and 16 beside 8
@@ -214,9 +205,7 @@ class StateShape:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of the memory that layers keep of earlier tokens: keys and values (`layers`), a state (`states`), both or
-    neither.
-    """
+    """Shapes of the memory of earlier tokens that layers keep: keys and values (`layers`), states (`states`)."""
 
     layers: tuple[LayerShape, ...]
     states: tuple[StateShape, ...] = ()
@@ -236,9 +225,7 @@ class SelfDraft:
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """Output layer for a trained head and a self-draft copy, with fewer ids or fewer bits than the model's. It is never
-    used to verify.
-    """
+    """Output layer for drafts of a trained head or a self-draft copy, with fewer ids or bits than the model's."""
 
     qformat: IntFormat | None = None
     """Format of the layer's weights; None for the model's own."""
@@ -254,8 +241,8 @@ class DraftOutput:
 
 USUAL_MAX_BATCH_SIZE, USUAL_TOKENS_PER_BLOCK = 4, 32
 USUAL_MAX_DRAFT_LEN = 10
-"""Longest draft that an engine takes unless another is asked for: so that drafters can be tried without a new build."""
-_USUAL_SEQ_LEN = 4096  # a K/V cache for all positions of a long-context model would not fit
+"""Longest draft that an engine takes unless a length is given: so drafters can be tried without a new build."""
+_USUAL_SEQ_LEN = 4096  # the K/V cache for all positions of a long-context model would not fit
 
 
 def max_draft_len_for(num_masks: int) -> int:
@@ -264,7 +251,7 @@ def max_draft_len_for(num_masks: int) -> int:
 
 
 def usual_max_seq_len(num_positions: int | None) -> int:
-    """The number of the model's positions, at most 4,096; 4,096 if its config states none."""
+    """The number of the model's positions, at most 4,096; 4,096 if the model's config has no number."""
     return min(num_positions or _USUAL_SEQ_LEN, _USUAL_SEQ_LEN)
 
 
@@ -327,28 +314,27 @@ class Environment:
 
 @dataclass(frozen=True)
 class LogitsCheck:
-    """Largest difference found at build between the engine's logits and those of transformers' eager attention."""
+    """The engine's logits beside those of transformers' eager attention, at build: the largest absolute difference, and
+    the largest difference of a row relative to the row's norm.
+
+    If that exceeds `tolerance`, both are compared with logits of the same weights in more bits: float32 for an engine
+    of 16 bits, float64 for an engine in float32.
+    """
 
     max_abs_difference: Measure
     relative_difference: Measure
     tolerance: Measure
     from_float32: Measure | None = None
-    """Largest difference relative to logits of the same weights in float32; measured if the difference of 16-bit logits
-    exceeds `tolerance`.
-    """
+    """Largest relative difference of the engine's logits from float32's; None if it was not measured."""
     transformers_from_float32: Measure | None = None
     from_float64: Measure | None = None
-    """Largest difference relative to logits in float64; measured if the difference relative to float32 exceeds
-    `tolerance`.
-    """
+    """Largest relative difference of the engine's logits from float64's; None if it was not measured."""
     transformers_from_float64: Measure | None = None
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Quantization error on a text of `num_tokens`: how far the quantized probabilities are from the
-    unquantized ones.
-    """
+    """Distance of the quantized model's probabilities from the unquantized model's, on `num_tokens` tokens."""
 
     num_tokens: Size
     mean_kl: Annotated[float, Between(-1)]
@@ -364,7 +350,7 @@ _FEW_TOKENS = 200
 
 @dataclass(frozen=True)
 class RelativeTime:
-    """Time of a step of `num_tokens` tokens with 8-bit activations, divided by its time with more bits, in turns."""
+    """Time of a step of `num_tokens` tokens with 8-bit activations ÷ its time with more bits, measured in turns."""
 
     num_tokens: Size
     ratio: Measure
@@ -378,9 +364,7 @@ class RelativeTime:
 
 @dataclass(frozen=True)
 class InEightBits:
-    """Comparison of an engine that has activations of 8 bits with the same engine that has the activations
-    `instead_of`.
-    """
+    """Comparison of an engine with activations of 8 bits with the same engine with the activations `instead_of`."""
 
     instead_of: LayersActivations
     num_tokens: Size
@@ -390,7 +374,7 @@ class InEightBits:
     top1_agreement: Share
     """Share of positions at which both engines have the same most probable token."""
     times: tuple[RelativeTime, ...]
-    """Times of three steps: of one token, of the longest draft, and of a piece of a prompt."""
+    """Times of steps, shortest first: of one token, of the longest draft, and of a piece of a prompt."""
 
     def __str__(self) -> str:
         *steps, prompt = self.times
@@ -405,9 +389,7 @@ class InEightBits:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Time of a step, measured at build: `batch_size` rows with `num_tokens` tokens each, after `context_len`
-    tokens.
-    """
+    """Measured time of a step: `batch_size` rows with `num_tokens` tokens each, after `context_len` tokens."""
 
     batch_size: Size
     context_len: Count
@@ -447,14 +429,14 @@ class EngineConfig:
     """Step times of the self-draft copy."""
     states: tuple[StateShape, ...] = ()
     machine: MachineSpeed | None = None
-    """Machine on which steps were measured."""
+    """Speed of the machine on which the steps were measured."""
     quantization: Quantization | None = None
     quality: Quality | None = None
     compiler_note: str | None = None
     why_whole: str | None = None
-    """Reason why an `aot` step is a single token program; None if each kind of layer is a program."""
+    """Reason why an `aot` step is a single program; None if each kind of layer has a program of its own."""
     arithmetic: Arithmetic | None = None
-    """Matmul kernel of linear layers; None if our kernels are not used."""
+    """Arithmetic of our kernels in linear layers; None if the engine does not use our kernels."""
     batch_invariant: bool = False
     """True if a token's logits are bitwise independent of the rest of its step: batch, draft, piece of a prompt."""
     mapping: Mapping = Mapping()
@@ -502,8 +484,8 @@ def parse(kind: type[Config], data: Any, where: str) -> Config:
 
 
 def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
-    """UsageError for an argument whose value does not have the type that `kind` (a dataclass or TypedDict) declares,
-    with the hint of its description, if it has one.
+    """UsageError for an argument whose value does not have the type that `kind`, a dataclass or TypedDict, declares.
+    The hint is the argument's own, if its description has one.
     """
     from pydantic import ValidationError
 
@@ -520,17 +502,17 @@ def check_arguments(kind: Any, given: typing.Mapping[str, Any]) -> None:
             if words and any(getattr(one, "takes_none", False) for one in described):
                 words.append("none")
                 forms = dict.fromkeys([", ".join(map(repr, words[:-1])), "'none'"])
-            near = nearest(value.lower(), words) if isinstance(value, str) else None
+            near = " or ".join(map(repr, meant(value, words))) if isinstance(value, str) else ""
             hints = [hint for one in described if (hint := getattr(one, "hint", None))]
             hint = (hints or ["leave it out, or correct its value"])[0]
             raise UsageError(
                 f"{name} must be {' or '.join(forms)}: {value!r:.100}",
-                hint=hint if near is None else f"perhaps {near!r}; or {hint}",
+                hint=f"perhaps {near}; or {hint}" if near else hint,
             ) from None
 
 
 def _form(error: Any) -> str | None:
-    """The form that a value should have, in words, from an error of pydantic's; None if the form would not help."""
+    """The form that a value should have, in words, from a pydantic error; None if the form would not help."""
     bounds = error.get("ctx", {})
     match error["type"]:
         case "none_required" | "is_instance_of":
@@ -553,8 +535,8 @@ def _adapter(kind: Any) -> Any:
 
 
 def _complaint(error: Any, where: str) -> str:
-    """A sentence for an error of pydantic's."""
-    if not error["loc"]:  # all else is said of a key
+    """A sentence for a pydantic error, which names the key."""
+    if not error["loc"]:  # the only error without a key
         return f"`{where}` has a text with half of a surrogate pair, which is no character"
     *places, key = error["loc"]
     outer = ": ".join([where, *(place for place in places if isinstance(place, str))])

@@ -1,7 +1,7 @@
 """Cost model of a step on the machine where the engine was built, interpolated from measurements.
 
 A step takes longer with more sequences, longer contexts and more tokens in each sequence. On a CPU a draft is not free:
-a step of eleven tokens may take twice as long as a step of one.
+a step of eleven tokens may take twice as long as a step of one token.
 
 `build` measures the costs and writes them into `config.json`. The costs of an engine that was made from a model are
 measured when they are first needed, so that the first answer does not wait. They are kept in a file beside the engine's
@@ -26,7 +26,7 @@ Grid = dict[int, dict[int, float]]
 
 
 class CostModel:
-    """Seconds of a step, on straight lines between measurements and beyond them.
+    """Seconds of a step, interpolated on straight lines between measurements and beyond them.
 
     With 10 ms for 1 token and 14 ms for 5, 3 tokens take 12 ms. If a measured step took longer than a larger step (with
     at least as many sequences, tokens and context), its time is lowered to the larger step's: a busy moment must have
@@ -47,11 +47,9 @@ class CostModel:
         self._known: dict[tuple[int, int, float], float] = {}
 
     def step_s(self, batch_size: int, context_len: int, num_tokens: float) -> float:
-        """Seconds of the compiled step for `batch_size` sequences of `context_len` tokens, with `num_tokens` new tokens
-        each.
-
-        `num_tokens` may be an average: rows are folded (`runtime.core.batch`), so short rows among long ones cost
-        little.
+        """Seconds of the compiled step for `batch_size` rows, each with `num_tokens` new tokens after `context_len`
+        tokens. `num_tokens` may be an average: rows are folded (`runtime.core.batch`), so short rows beside long rows
+        cost little.
         """
         key = (batch_size, context_len, num_tokens)
         if key not in self._known:
@@ -64,11 +62,11 @@ class CostModel:
         return self._known[key]
 
     def _beyond(self, most: int, batch_size: int, context_len: int, num_tokens: float) -> float:
-        """Cost of a batch larger than all measured batches; the largest measured batch has `most` rows.
+        """Seconds of a step whose batch is larger than all measured batches; the largest of them has `most` rows.
 
-        The cost of the same tokens in `most` rows, plus the measured price of each further row in a step of that many
-        tokens. Longer rows are not extrapolated in this way: beyond some number of tokens other kernels compute a step,
-        and its price jumps.
+        The cost of the same tokens in `most` longer rows, plus the price of each further row: how much longer `most`
+        tokens take in `most` rows of one token than in fewer, longer rows. The price of a token is not extrapolated:
+        beyond some number of tokens other kernels compute a step, and the price jumps.
         """
         fewer = max(size for size in self._grids if size < most)
         alone_s, together_s = (_in_grid(self._grids[size], context_len, most / size) for size in (most, fewer))
@@ -77,19 +75,17 @@ class CostModel:
         return seconds + (batch_size - most) * row_s
 
     def iteration_s(self, batch_size: int, context_len: int, draft_len: float) -> float:
-        """Seconds of one iteration of a loop whose drafts have `draft_len` tokens on average, without the time to
-        draft.
-        """
+        """Seconds of a loop's iteration with drafts of `draft_len` tokens on average, without the time to draft."""
         return self.step_s(batch_size, context_len, draft_len + 1) + self.host_s
 
     def context_s(self, num_tokens: int, max_num_tokens: int) -> float:
-        """Seconds to compute a prompt, `max_num_tokens` at a time; the last piece gives the first token."""
+        """Seconds to compute a prompt, `max_num_tokens` tokens at a time; the last piece gives the first token."""
         starts = range(0, num_tokens, max_num_tokens)
         return sum(self.step_s(1, start, min(max_num_tokens, num_tokens - start)) for start in starts)
 
 
 def _without_busy_moments(costs: list[StepCost]) -> Iterator[tuple[StepCost, float]]:
-    """Each cost, lowered to the least time of any step with at least as much work."""
+    """Each measured cost, and its seconds, lowered to the least time of any step with at least as much work."""
     import numpy as np  # which `--help` need not wait for
 
     sizes = np.array([(cost.batch_size, cost.context_len, cost.num_tokens) for cost in costs]).reshape(-1, 1, 3)
@@ -99,16 +95,16 @@ def _without_busy_moments(costs: list[StepCost]) -> Iterator[tuple[StepCost, flo
 
 
 def _in_grid(grid: Grid, context_len: int, num_tokens: float) -> float:
-    """Measurements on a common grid. Pieces of prompts are measured after fewer context lengths than generation steps;
-    missing values are interpolated.
+    """Seconds after `context_len` tokens by one batch size's measurements. Pieces of prompts are measured after fewer
+    context lengths than generation steps: context lengths without a row of at least `num_tokens` do not count.
     """
     rows = {c: row for c, row in grid.items() if max(row) >= num_tokens} or grid
     return _on_lines({c: _on_lines(row, num_tokens) for c, row in rows.items()}, context_len)
 
 
 def _on_lines(points: dict[int, float], x: float) -> float:
-    """The value at x on the line through the two points around it; beyond all points, on the line through the last two.
-    It is at least half of the smallest value, so that noise cannot extend a line down to zero.
+    """The value at x on the line through the two nearest points, but at least half of the smallest value, so that noise
+    cannot extend a line down to zero.
     """
     xs = sorted(points)
     if len(xs) == 1:
@@ -119,12 +115,9 @@ def _on_lines(points: dict[int, float], x: float) -> float:
     return max(value, min(points.values()) / 2)
 
 
-# --- costs that are measured when they are asked for ---
-
-
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """The fields of an engine's configuration that are measured."""
+    """The measured fields of an engine's configuration."""
 
     step_costs: tuple[StepCost, ...] = ()
     host_s: float = 0.0
@@ -146,21 +139,21 @@ def are_measured_when_asked_for(engine_dir: Path) -> bool:
 
 
 def with_kept_costs(config: EngineConfig, engine_dir: Path) -> EngineConfig:
-    """The configuration with costs measured since the engine was built. A damaged file is ignored and measured
-    again.
-    """
+    """The configuration with the costs measured since the engine was built, if there are any."""
     costs = kept_costs(engine_dir)
     return config if costs is None else dataclasses.replace(config, **vars(costs))
 
 
 def kept_costs(engine_dir: Path) -> MeasuredCosts | None:
-    """Step costs in the `.costs` file beside an engine's directory; None if they have not been measured."""
+    """Step costs in the `.costs` file beside an engine's directory. None if there is no such file, or if it is damaged
+    or of another version: costs are then measured again. SpecDecError if other users may write a file in the cache.
+    """
     data = read_sealed(_file(engine_dir))
     if data is None:
         return None
     try:
         return parse(MeasuredCosts, json.loads(data), str(_file(engine_dir)))
-    except (ValueError, SpecDecError):  # of another version
+    except (ValueError, SpecDecError):  # another version wrote it
         return None
 
 

@@ -78,7 +78,7 @@ ANY_NUMBER = Range()
 
 @dataclass(frozen=True)
 class DefaultField:
-    """A request's field with a number for which a model may have its own default."""
+    """A request's field, a number, for which a model may have its own default."""
 
     range: Range
     is_whole: bool
@@ -93,7 +93,7 @@ class ModelDefaults:
     penalties: dict[str, float] = field(default_factory=dict)
     """`repetition_penalty` and `no_repeat_ngram_size`, which transformers' `generate` applies to greedy outputs too."""
     sampling: dict[str, float] = field(default_factory=dict)
-    """`temperature`, `top_k`, `top_p` and `min_p`, for chats; only temperature 0 if `do_sample` is false."""
+    """`temperature`, `top_k`, `top_p` and `min_p`; only temperature 0 if `do_sample` is false."""
     not_done: tuple[str, ...] = ()
     """Settings in the file that specdec does not support."""
 
@@ -103,28 +103,23 @@ class ModelDefaults:
 
 
 def read_end_ids(directory: Path) -> frozenset[int] | None:
-    """The ids that end an output; None if the file does not exist or names none."""
+    """The ids that end an output; None if the file does not exist or names none. SpecDecError for other values."""
     ids = _read(directory).get("eos_token_id")
     return None if ids is None else as_end_ids(ids, directory)
 
 
 def as_end_ids(ids: Any, directory: Path) -> frozenset[int]:
-    """The ids as a list, from one id or several. SpecDecError for anything else, naming the file in `directory` to
-    correct.
-    """
+    """The set of ids from one id or a list. SpecDecError, naming the file to correct, for anything else."""
     found = ids if isinstance(ids, list) else [ids]
     foreign = [i for i in found if not isinstance(i, int) or isinstance(i, bool) or i < 0]
     if foreign:
-        raise SpecDecError(
-            f"the model's `eos_token_id` is not a token id: {foreign[0]!r}",
-            hint=f"correct `{directory / GENERATION_CONFIG}`",
-        )
+        raise _wrong(f"the model's `eos_token_id` is not a token id: {foreign[0]!r}", directory)
     return frozenset(found)
 
 
 def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> ModelDefaults:
-    """The file's values for these fields. SpecDecError for a value that is not a number or is out of range. If `top_k`
-    is missing, it is None; transformers' `generate` uses 50.
+    """The file's values for these fields. SpecDecError for a value that is not a number or is out of range. A missing
+    `top_k` stays out, whereas transformers' `generate` uses 50.
     """
     config = _read(directory)
     found = {
@@ -134,9 +129,7 @@ def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> 
     }
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
-        raise SpecDecError(
-            f"the model's `do_sample` is neither true nor false: {do_sample!r}", hint=_correct(directory)
-        )
+        raise _wrong(f"the model's `do_sample` is neither true nor false: {do_sample!r}", directory)
     sampling = {name: value for name, value in found.items() if not fields[name].is_penalty}
     return ModelDefaults(
         {name: value for name, value in found.items() if fields[name].is_penalty},
@@ -147,20 +140,20 @@ def read_model_defaults(directory: Path, fields: Mapping[str, DefaultField]) -> 
 
 def _number(name: str, field: DefaultField, value: Any, directory: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise SpecDecError(f"the model's `{name}` is not a number: {value!r}", hint=_correct(directory))
+        raise _wrong(f"the model's `{name}` is not a number: {value!r}", directory)
     least = Range(field.range.least, is_open=field.range.is_open) if field.is_whole else field.range
     if not least.has(value) or (field.is_whole and value != int(value)):
         whole = "a whole number, " if field.is_whole else ""
-        raise SpecDecError(f"the model's `{name}` must be {whole}{least.form}: {value!r}", hint=_correct(directory))
+        raise _wrong(f"the model's `{name}` must be {whole}{least.form}: {value!r}", directory)
     return max(int(value), 0) if field.is_whole else float(value)
 
 
-def _correct(directory: Path) -> str:
-    return f"correct `{directory / GENERATION_CONFIG}`"
+def _wrong(said: str, directory: Path) -> SpecDecError:
+    return SpecDecError(said, hint=f"correct `{directory / GENERATION_CONFIG}`")
 
 
 def check_generation_config(directory: Path, fields: Mapping[str, DefaultField]) -> None:
-    """SpecDecError for a file that cannot be read, or whose values cannot be used to generate."""
+    """SpecDecError for a file that cannot be read, or that has a wrong value."""
     read_end_ids(directory)
     read_model_defaults(directory, fields)
 

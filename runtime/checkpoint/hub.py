@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: `OWNER/NAME` is a repository, `OWNER/NAME:Q4_K_M` one GGUF model of several in it.
+"""Models of the Hugging Face hub: `OWNER/NAME` is a repository, `OWNER/NAME:Q4_K_M` one of its GGUF models.
 
 `huggingface_hub` downloads, resumes and keeps the files, in the cache that other programs use too. It keeps the list of
 a repository's files as well, so that a model that was downloaded is found without a network.
@@ -19,7 +19,7 @@ from runtime.util.errors import SpecDecError
 
 MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _SITE = r"(?:hf://|(?:https?://)?(?:hf\.co|huggingface\.co)/)"
-"""Beginning of a model's address, which other programs and the hub's pages write before a repository's name."""
+"""Beginnings of a model's address, which other programs and the hub's pages write before a repository's name."""
 _NAME = re.compile(rf"(?:{_SITE})?" r"(?P<repo>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<choice>\w[\w./-]*))?")
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _FORMAT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q|TQ)\d\w*|MXFP4\w*|NVFP4|BF16|F?P?(?:16|32)|F16|F32)$", re.IGNORECASE)
@@ -30,14 +30,13 @@ _CHUNK_BYTES = 1 << 18
 
 ByteProgress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 PROGRESS: ContextVar[ByteProgress | None] = ContextVar("progress", default=None)
-"""Display of a download. It is called with a description, and gives a function to call with the bytes done and all
-bytes.
+"""Display of a download, called with a description; within its block, a function to call with (bytes done, all bytes).
 """
 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """A GGUF model in a repository: its files, the first of which is opened."""
+    """A GGUF model in a repository, in one file or several, of which the first is opened."""
 
     name: str
     """Path in the repository, without `-00001-of-00002` and `.gguf`."""
@@ -58,7 +57,7 @@ class GGUFModel:
 
 
 def parse_name(name: str) -> tuple[str, str | None] | None:
-    """`owner/name:Q4_K_M` as (`owner/name`, `Q4_K_M`), the second None without a colon; None if it is no hub id."""
+    """`owner/name:Q4_K_M` as (`owner/name`, `Q4_K_M`), `owner/name` as (`owner/name`, None); None for other names."""
     found = _NAME.fullmatch(name)
     if found is None or ".." in name or "--" in found["repo"] or (found["choice"] and "/" not in found["repo"]):
         return None
@@ -67,9 +66,9 @@ def parse_name(name: str) -> tuple[str, str | None] | None:
 
 @cache  # asked before torch is imported, and again for the engine
 def download(name: str) -> Path:
-    """The directory of a model's files, or its GGUF file, downloaded unless it is here. SpecDecError for a repository
-    that does not exist or needs permission, for a GGUF model that the repository lacks or has several times, and if
-    there is neither a network nor a downloaded file.
+    """The directory with the files of the model `name`, or its GGUF file; what is not here is downloaded. SpecDecError
+    for a repository that does not exist or needs permission, for a GGUF model that the repository lacks or has several
+    times, and if files are missing and the hub cannot be reached.
     """
     parsed = parse_name(name)
     assert parsed is not None
@@ -83,11 +82,12 @@ def download(name: str) -> Path:
             return _fetched(repo, directory.name, MODEL_FILES, name)
     model = _chosen(repo, choice, models)
     with _hub_errors(name, repo):
-        return _fetched(repo, directory.name, [_as_pattern(file) for file in model.files], name) / model.files[0]
+        patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in model.files]
+        return _fetched(repo, directory.name, patterns, name) / model.files[0]
 
 
 def gguf_models(files: Iterable[tuple[str, int]]) -> list[GGUFModel]:
-    """The GGUF models among files, which are given with their sizes. Parts of a model count as one model."""
+    """The GGUF models among (file, number of bytes). Parts of a model count as one model."""
     found: dict[str, list[tuple[str, int]]] = {}
     for file, num_bytes in sorted(files):
         if file.lower().endswith(".gguf") and not _NO_MODELS.search(file):
@@ -126,9 +126,7 @@ def _chosen(repo: str, choice: str | None, models: list[GGUFModel]) -> GGUFModel
 
 
 def _listed(repo: str) -> tuple[Path, dict[str, int]]:
-    """The directory for the repository's newest files, which may be empty or missing, and the sizes of all files in the
-    repository.
-    """
+    """The directory for the repository's newest files, which may be missing, and the size of each file by path."""
     import huggingface_hub as hub
 
     quiet_hub()
@@ -144,12 +142,8 @@ def _files_in(directory: Path) -> list[str]:
     return [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
 
 
-def _as_pattern(file: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", file)
-
-
 def _fetched(repo: str, commit: str, patterns: list[str], name: str) -> Path:
-    """The directory with these files, downloaded unless they are here."""
+    """The directory with the files of a commit that match `patterns`; files that are not here are downloaded."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -187,7 +181,7 @@ def _counting_bar(report: Callable[[int, int], None]) -> Any:
 
 
 def quiet_hub() -> None:
-    """Silence the hub client's messages about retries; the final error is reported once."""
+    """Silence the hub client's messages about retries. Its final error is still raised."""
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -195,7 +189,7 @@ def quiet_hub() -> None:
 
 @contextmanager
 def _hub_errors(name: str, repo: str) -> Iterator[None]:
-    """Turn the hub client's errors into a SpecDecError."""
+    """Turn the hub client's errors into SpecDecErrors. A disk that is full or may not be written stays an OSError."""
     import httpx2
     from huggingface_hub import errors
 
@@ -224,7 +218,7 @@ def _hub_errors(name: str, repo: str) -> Iterator[None]:
 
 
 def _of_answer(name: str, repo: str, error: Any) -> SpecDecError:
-    """An error for the user from the hub's answer, if the hub refused to send a file."""
+    """The error for a request that the hub refused: an unknown or gated model, or another status."""
     from huggingface_hub import constants, errors
 
     status = error.response.status_code
@@ -246,7 +240,7 @@ def _of_answer(name: str, repo: str, error: Any) -> SpecDecError:
 
 
 def _what_is_here() -> str | None:
-    """A sentence with the models that are here without a network; None if there are none."""
+    """A hint with the models that were downloaded; None if there are none."""
     names = [model.name for model in local_models()]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return f"downloaded are {', '.join(f'`{name}`' for name in names[:_MOST_NAMED])}{more}" if names else None
@@ -254,7 +248,7 @@ def _what_is_here() -> str | None:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model of the hub that is on this machine."""
+    """A downloaded model."""
 
     name: str
     """Name by which the model is run: `OWNER/NAME`, or `OWNER/NAME:Q4_K_M`."""
@@ -265,7 +259,7 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """The models in the hub client's cache, the last used first."""
+    """The models in the hub client's cache, the most recently used first."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -278,7 +272,7 @@ def local_models() -> list[LocalModel]:
 
 
 def _models_of(repo: Any) -> Iterator[LocalModel]:
-    """The models of a repository, in the revision that was last used."""
+    """The models of a repository, in the revision that was downloaded last."""
     revision = max(repo.revisions, key=lambda one: one.last_modified)
     files = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
     for model in gguf_models((name, file.size_on_disk) for name, file in files.items()):
@@ -293,7 +287,7 @@ def _models_of(repo: Any) -> Iterator[LocalModel]:
 
 
 def remove(model: LocalModel) -> None:
-    """Remove the files of a model from the hub client's cache, and its repository's directory if no model is left."""
+    """Remove a model's files from the hub client's cache, and the repository's directory with its last model."""
     for path in model.files:
         blob = path.resolve()
         path.unlink()

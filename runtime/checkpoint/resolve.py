@@ -1,6 +1,4 @@
-"""Finds the files of a model by its name: a shipped name, a local directory or GGUF file, or a repository of the
-Hugging Face hub.
-"""
+"""Finds a model's files by its name: a shipped name, a directory, a GGUF file, or a Hugging Face repository."""
 
 import posixpath
 import warnings
@@ -31,10 +29,10 @@ DOWNLOAD_AGAIN = "download or save the model again"
 
 
 def resolve_model(name: str) -> Path:
-    """The directory of a Hugging Face model, or a GGUF file, perhaps inside a directory. Shipped names come first;
-    `./demo` is a directory of that name.
+    """The directory of a Hugging Face model, or a GGUF file, also for the directory that contains it. Shipped names
+    come first: `./demo` is a directory of that name. A hub id is downloaded.
 
-    Raises SpecDecError if there is no such directory, or the hub does not have the model or refuses it.
+    SpecDecError if there is no such model here or on the hub, or the hub refuses it.
     """
     if name in _SHIPPED:
         return _shipped(name, _SHIPPED[name])
@@ -80,7 +78,7 @@ def shipped_models() -> list[str]:
 
 
 def files_of_model(model_dir: Path) -> list[Path]:
-    """Files that determine what the model computes."""
+    """Files of a model that its engine depends on: weights, configs, tokenizer and templates."""
     if is_gguf(model_dir):
         return gguf_files(model_dir)
     found = {path for pattern in MODEL_FILES for path in model_dir.glob(pattern)}
@@ -94,8 +92,8 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def check_weight_files(model_dir: Path) -> None:
-    """SpecDecError for a safetensors file whose length contradicts its header. This takes milliseconds, where a digest
-    would read the whole file.
+    """SpecDecError for a safetensors file that is damaged, as far as its header and its length show. This takes
+    milliseconds, where a digest would read the whole file.
     """
     from runtime.util.tensor_file import read_header  # not for commands that read no weights
 
@@ -107,7 +105,7 @@ def check_weight_files(model_dir: Path) -> None:
 
 @contextmanager
 def damage_told(file: Path) -> Iterator[None]:
-    """Turn an error about a damaged safetensors file into a SpecDecError."""
+    """Turn safetensors' error about a damaged file into a SpecDecError."""
     from safetensors import SafetensorError
 
     try:
@@ -117,17 +115,14 @@ def damage_told(file: Path) -> Iterator[None]:
 
 
 def shards_of(model_dir: Path) -> dict[str, Path]:
-    """The file of each tensor by the model's index; empty if there is no index, or the weights are one file.
-
-    SpecDecError as for `files_of_index`.
-    """
+    """The file of each tensor, as from `files_of_index`; empty if there is no index, or if the weights are one file."""
     index = model_dir / INDEX
     return {} if (model_dir / WEIGHTS).is_file() or not index.is_file() else files_of_index(index)
 
 
 def files_of_index(index: Path) -> dict[str, Path]:
-    """The file of each tensor, from an index. Files may be in a subdirectory (`layers/0.safetensors`);
-    `./a.safetensors` means `a.safetensors`.
+    """The file of each tensor, by the tensor's name, from an index. Files may be in a subdirectory, as
+    `layers/0.safetensors`; `./a.safetensors` means `a.safetensors`.
 
     SpecDecError for an index without tensors, or with a file outside its directory.
     """
@@ -142,9 +137,7 @@ def files_of_index(index: Path) -> dict[str, Path]:
 
 
 def resolve_head(name: str) -> Path:
-    """The directory of a trained drafter, or of a model that contains a drafter. Names are as for `resolve_model`, or
-    shipped heads.
-    """
+    """The directory of a trained drafter, or of a model that contains one, by a name as for `resolve_model`."""
     directory = shipped_head(name) or Path(name).expanduser()
     return directory if directory.is_dir() else resolve_model(name)
 
@@ -168,8 +161,8 @@ def _shipped(name: str, directory_name: str) -> Path:
 
 
 def _gguf_within(directory: Path) -> Path | None:
-    """The GGUF file in a directory without other weights (for a model in parts, the first); SpecDecError for several
-    models.
+    """The GGUF file in a directory, for a model in parts its first file. None if there is no such file, or if there are
+    other weights; SpecDecError for several models.
     """
     found = without_later_parts(sorted(path for path in directory.iterdir() if is_gguf(path)))
     has_weights = (directory / INDEX).is_file() or any(directory.glob("*.safetensors"))
@@ -188,13 +181,13 @@ def _check_no_gguf(path: Path) -> None:
 
 
 def resolve_tokenizer(path: Path) -> Path:
-    """The directory of a tokenizer, or a GGUF file that describes one, perhaps inside a directory without tokenizer
-    files. SpecDecError if there is neither.
+    """A directory with a tokenizer, or the GGUF file that describes one, also for a directory that contains the file. A
+    directory with neither is returned as it is. SpecDecError for a path that does not exist, or a GGUF file without a
+    tokenizer.
     """
     if path.is_dir():
         check_model_files(path)
-        has_files = is_tekken_alone(path) or any((path / name).is_file() for name in TOKENIZER_FILES)
-        found = None if has_files else _gguf_within(path)
+        found = None if _has_tokenizer_files(path) else _gguf_within(path)
     else:
         check_regular(path)
         found = path if is_gguf(path) else None
@@ -212,14 +205,18 @@ def resolve_tokenizer(path: Path) -> Path:
     return found or path
 
 
+def _has_tokenizer_files(directory: Path) -> bool:
+    return is_tekken_alone(directory) or any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
 def refuse_unreadable_tokenizer(path: Path) -> None:
-    """SpecDecError for a tokenizer that cannot be read here, as its files show."""
+    """SpecDecError for a directory or a GGUF file without a tokenizer, or with a tokenizer that cannot be read here."""
     if is_gguf(path):
         from runtime.checkpoint.gguf.tokenizer import check_gguf_tokenizer
 
         check_gguf_tokenizer(path)
     else:
-        if not is_tekken_alone(path) and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if not _has_tokenizer_files(path):
             raise SpecDecError(
                 f"there is no tokenizer for texts in: {path}",
                 hint="name a tokenizer, or give token ids",
@@ -241,7 +238,7 @@ def refuse_sentencepiece(directory: Path) -> None:
 
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face model; SpecDecError for a directory without a model."""
+    """`config.json` of a Hugging Face model, or a GGUF file's metadata as one; SpecDecError if there is no model."""
     if is_gguf(model_dir):
         return config_of(model_dir)
     if not model_dir.is_dir():
@@ -261,7 +258,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
 
 
 def check_is_model(model_dir: Path) -> None:
-    """SpecDecError unless `config.json` exists and states a type of model."""
+    """SpecDecError unless there is a `config.json` that names a `model_type`."""
     if "model_type" not in read_model_config(model_dir):
         raise SpecDecError(
             f"`{model_dir / 'config.json'}` names no `model_type`: this is no Hugging Face model",

@@ -38,7 +38,7 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of the source model: its name in the file and in the checkpoint, and its dtype in the file."""
+    """A tensor of the model: `name` in the checkpoint, `source_name` in the file; shape and dtype when loaded."""
 
     name: str
     source_name: str
@@ -52,9 +52,9 @@ class SourceTensor:
     rows: tuple[int, ...] | None = None
     """Position of each row in the file, if their order differs there."""
     shift: float = 0.0
-    """Offset added to the numbers in the file."""
+    """Number added to each number in the file."""
     made_of: "tuple[SourceTensor, ...]" = ()
-    """Tensors of the file from which `make` computes this tensor."""
+    """Tensors in the file from which `make` computes this tensor."""
     make: Callable[..., Tensor] | None = None
 
     @property
@@ -143,7 +143,7 @@ def read_tensors(model_dir: Path) -> list[SourceTensor]:
 def _read_shards(model_dir: Path) -> list[SourceTensor]:
     files = shards_of(model_dir)
     entries = [entry for file in sorted(set(files.values())) for entry in read_file_header(file)]
-    # It says which one counts where two shards hold a tensor of the same name.
+    # If two shards hold a tensor of the same name, the index says which of the two counts.
     entries = [entry for entry in entries if files.get(entry.name) == entry.file]
     missing = sorted(set(files) - {entry.name for entry in entries})
     if missing:
@@ -164,7 +164,7 @@ def _refuse_pickle(model_dir: Path) -> None:
 
 
 def read_file_header(file: Path) -> list[SourceTensor]:
-    """A file's tensors; SpecDecError if it is missing or damaged, or has a dtype that is not supported."""
+    """The tensors in a safetensors file; SpecDecError if it is missing or damaged, or has an unsupported dtype."""
     check_regular(file)
     if not file.is_file():
         raise SpecDecError(f"file is missing: {file}", hint=DOWNLOAD_AGAIN)
@@ -183,9 +183,7 @@ def read_file_header(file: Path) -> list[SourceTensor]:
 
 
 def check_not_wrapped(names: Iterable[str], model_dir: Path) -> None:
-    """SpecDecError if the names of weights have the prefix of a wrapper that was around the model in training, such as
-    `module.`.
-    """
+    """SpecDecError if the weights' names have the prefix of a wrapper from training, such as `module.`."""
     first = next(iter(names), "")
     for prefix, hint in _WRAPPERS.items():
         if first.startswith(prefix):

@@ -13,7 +13,7 @@ _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_
 
 
 def is_tekken_alone(directory: Path) -> bool:
-    """True for a directory with a `tekken.json`, and no other form of its tokenizer."""
+    """True for a directory with a `tekken.json` and no other form of a tokenizer."""
     return (directory / TEKKEN).is_file() and not any((directory / name).is_file() for name in _OTHERS)
 
 

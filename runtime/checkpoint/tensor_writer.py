@@ -21,14 +21,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Progress = Callable[[int, int], None]
 """Called with (bytes written, bytes in all)."""
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of tensors, by the tensors' names."""
+"""Dtypes and shapes of tensors, by the tensors' names."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors to write, and how to make them from the model's tensors. Their shapes and dtypes are known before their
-    values.
-    """
+    """Tensors to write, and how to make them from the model's tensors. Their forms are known before their values."""
 
     sources: tuple[SourceTensor, ...]
     forms: Forms
@@ -40,7 +38,7 @@ def forms_of(tensors: Mapping[str, Tensor]) -> Forms:
 
 
 Share = Callable[[str, Tensor], Tensor]
-"""The part of a tensor that is written to one of several files."""
+"""Function that is called with a tensor's name and the tensor, and gives the part that one of several files gets."""
 
 
 def write_pieces(path: Path, pieces: Seq[Piece], progress: Progress) -> None:

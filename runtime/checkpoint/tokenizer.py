@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
 )  # fmt: skip
-# Spaces before words and marks, more than one of them, other alphabets, and characters of several tokens.
+# Several spaces, spaces before words and marks, other alphabets, and characters of several tokens.
 PROBES = ("", " ", "def f(w, h):\n    return w", "  It's , and don't .  1,234.50 ", "Ünï©ode 漢字 🙂🙂", "<s> </s>")
 
 
@@ -74,9 +74,7 @@ class Tokenizer(Protocol):
 
 
 class SavedTokenizer:
-    """A tokenizer that works like transformers' without importing it: the same methods, for one text at a time and
-    without padding.
-    """
+    """A tokenizer that works as in transformers, without importing it, for one text at a time and unpadded."""
 
     eos_token_id: int | None
 
@@ -104,9 +102,7 @@ class SavedTokenizer:
         max_length: int | None = None,
         verbose: bool = True,
     ) -> Mapping[str, Any]:
-        """Tokens of a text; truncation keeps the text's end. No setting of the tokenizer is changed, since that would
-        affect other threads.
-        """
+        """The text's tokens under `input_ids`; truncation keeps the text's end."""
         if not truncation or max_length is None:
             return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
         return {"input_ids": last_tokens(self._tokenizer, text, max_length, add_special_tokens=add_special_tokens)}
@@ -114,7 +110,7 @@ class SavedTokenizer:
     def decode(
         self, tokens: list[int], /, *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """Decode without any clean-up of spaces."""
+        """The text of tokens, without any clean-up of spaces."""
         assert not clean_up_tokenization_spaces
         return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
@@ -127,8 +123,8 @@ class SavedTokenizer:
 
 @contextmanager
 def panics_told() -> Iterator[None]:
-    """SpecDecError if the `tokenizers` package panics, which raises no `Exception`: for example for a text on which one
-    of the tokenizer's expressions takes too many steps.
+    """SpecDecError if the `tokenizers` package panics within the block, which raises no `Exception`: for example for a
+    text on which one of the tokenizer's expressions takes too many steps.
     """
     try:
         with panics_held():
@@ -141,8 +137,8 @@ def panics_told() -> Iterator[None]:
 
 @contextmanager
 def failures_told() -> Iterator[None]:
-    """SpecDecError if the `tokenizers` package raises a bare `Exception`: for example for an unknown word, if the
-    tokenizer has no token for unknown words.
+    """SpecDecError if the `tokenizers` package panics or raises a bare `Exception` within the block: for example for an
+    unknown word, if the tokenizer has no token for unknown words.
     """
     try:
         with panics_told():
@@ -170,8 +166,8 @@ def token_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
 def last_tokens(
     tokenizer: tokenizers.Tokenizer, text: str, max_length: int, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """The last tokens of a text, at most `max_length` with its start and end tokens, as `tokenizers` truncates. No
-    setting of the tokenizer is changed, since settings hold for all threads.
+    """The last tokens of a text, at most `max_length` with its start and end tokens, as `tokenizers` truncates. The
+    tokenizer's own setting of truncation is left alone, since settings hold for all threads.
     """
     num_special = tokenizer.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
     encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -189,9 +185,7 @@ class _Saved:
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Save the tokenizer's state beside its files, if the `tokenizers` package alone gives the same tokens and texts
-    with it.
-    """
+    """Save the tokenizer's state beside its files, if the `tokenizers` package alone gives the same with it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, tokenizers.Tokenizer):
         saved = SavedTokenizer(backend.to_str(), tokenizer.eos_token_id)
@@ -203,9 +197,7 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
 
 
 def find_saved_tokenizer(directory: Path) -> SavedTokenizer | None:
-    """The saved tokenizer in an engine's directory; None if there is none, or the tokenizer's files have
-    changed since.
-    """
+    """An engine's saved tokenizer; None without one, or if its files changed. SpecDecError if it is damaged."""
     if not (directory / SAVED).is_file():
         return None
     saved = parse(_Saved, read_json(directory / SAVED), str(directory / SAVED))
@@ -216,7 +208,7 @@ def find_saved_tokenizer(directory: Path) -> SavedTokenizer | None:
             return SavedTokenizer(saved.state, saved.eos_token_id)
     except SpecDecError:
         raise
-    except Exception as error:  # of the package's own making: it is derived from nothing narrower
+    except Exception as error:  # the tokenizers package raises nothing narrower
         raise SpecDecError(
             f"`{directory / SAVED}` is not a tokenizer: {error}", hint="build it again", code="engine"
         ) from None
@@ -228,7 +220,7 @@ def _files_digest(directory: Path) -> str:
 
 
 def _is_same(saved: SavedTokenizer, tokenizer: Any) -> bool:
-    """True if both tokenizers give the same tokens for texts, truncated or not, and the same texts for tokens."""
+    """True if both tokenizers give the same tokens for `PROBES`, truncated or not, and the same texts for tokens."""
 
     def answers(one: Tokenizer) -> list[Any]:
         found: list[Any] = [one.eos_token_id, one.get_vocab()]

@@ -73,9 +73,7 @@ class StepForm:
     block_size: int
     kv_dtype: torch.dtype
     tied: "QuantizedLinear | None" = None
-    """The output layer, if embeddings are to be looked up in its packed weight; None if embeddings are stored by
-    themselves.
-    """
+    """The output layer, if embeddings are looked up in its packed weight; None if they are stored by themselves."""
 
     def graph(self, stand_ins: list[int] | None = None) -> GraphModule:
         """The step's graph, for any number of rows, tokens, blocks, slots and logits.
@@ -146,17 +144,13 @@ def is_multiple(size: int) -> bool:
 
 
 def split_open(sizes: list[int]) -> tuple[int, str]:
-    """A size as a factor and a product of open sizes: `3 * num_tokens`. The factor is 0 if the size is no such
-    product.
-    """
+    """The product of open sizes as a factor, and a text for the rest: 3 and `s0*s1` for `3 * rows * tokens`."""
     factor, numbers = _factors(math.prod(sizes))
     return factor, "*".join(f"s{number}" for number in numbers)
 
 
 def _factors(size: int) -> tuple[int, list[int]]:
-    """The part of a number that is left after dividing by the primes, and the indices of these primes, with
-    repetition.
-    """
+    """The rest of a number after dividing by the primes, and the primes' indices, with repetition."""
     numbers = []
     for number, prime in enumerate(_PRIMES):
         while size and size % prime == 0:
@@ -174,8 +168,8 @@ def _smaller(size: int) -> int:
 
 
 def with_open_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
-    """Tensors without numbers that have the inputs' shapes and dtypes, with a prime number in place of
-    each open size.
+    """Tensors without numbers that have the inputs' shapes and dtypes, with a prime number in place of each open size.
+    Raises CannotBeTraced if there are more open sizes than primes.
     """
     tensors, structure = pytree.tree_flatten(inputs)
     of_each: list[dict[int, str]] = pytree.tree_leaves(sizes, is_leaf=lambda one: isinstance(one, dict))
@@ -193,9 +187,7 @@ def with_open_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
 
 
 def by_trace(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> GraphModule:
-    """The module's graph, for inputs some of whose sizes are open; the inputs may also be tensors of another graph.
-    Raises CannotBeTraced.
-    """
+    """The module's graph, for inputs with open sizes or inputs of another graph. Raises CannotBeTraced."""
     given = inputs if sizes is None else with_open_sizes(inputs, sizes)
     with _WithoutNumbers():
         small = [torch.empty([*map(_smaller, one.shape)], dtype=one.dtype) for one in pytree.tree_leaves(given)]
@@ -206,9 +198,7 @@ def by_trace(module: nn.Module, inputs: Inputs, sizes: Sizes | None = None) -> G
 
 
 def _check_same(graph: GraphModule, other: GraphModule) -> None:
-    """Raise CannotBeTraced if the two graphs differ: an operation then depends on an open size otherwise than by a
-    multiple of it.
-    """
+    """Raise CannotBeTraced if the graphs differ: then an operation depends on more than multiples of a size."""
     nodes, others = list(graph.graph.nodes), list(other.graph.nodes)
     numbers = {node: number for one in (nodes, others) for number, node in enumerate(one)}
 
@@ -232,7 +222,7 @@ def _check_same(graph: GraphModule, other: GraphModule) -> None:
 
 
 def trace(module: nn.Module, inputs: Inputs) -> GraphModule:
-    """The graph of the module called with tensors without numbers."""
+    """The graph of the module, called with tensors of one `_WithoutNumbers` mode. Raises CannotBeTraced."""
     mode = next(one.fake_mode for one in pytree.tree_leaves(inputs) if isinstance(one, FakeTensor))
     assert isinstance(mode, _WithoutNumbers)
     recorder = mode.recorder = _Recorder(mode)
@@ -250,9 +240,7 @@ def trace(module: nn.Module, inputs: Inputs) -> GraphModule:
 
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
-    """Restore the modules' attributes after the block. A trace may leave tensors without numbers in them, such as a
-    table of positions.
-    """
+    """Restore the modules' attributes after the block: a trace may leave tensors without numbers in them."""
     kept = [(one, dict(vars(one)), dict(one._buffers)) for one in module.modules()]
     try:
         yield
@@ -277,9 +265,7 @@ class _WithoutNumbers(FakeTensorMode):
 
 
 class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that records operations before torch decomposes them. torch calls only this class of modes at
-    that point.
-    """
+    """A mode that records operations before torch decomposes them: only this class of modes is called then."""
 
     def __init__(self, mode: _WithoutNumbers) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[no-untyped-call]
@@ -320,7 +306,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, OpOverload) or (func._schema.is_mutable and output is None):
             raise CannotBeTraced(f"{func} gives no tensor")
         if not isinstance(output, Tensor | list | tuple):
-            return output  # a number that comes of no tensor
+            return output  # a number, such as a size
         node = self._graph.call_function(func, *map_aggregate(given, self._node_of))
         if isinstance(output, Tensor):
             self._know(output, node)
@@ -351,7 +337,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.append(tensor)
 
     def _without_numbers(self, value: Any) -> Any:
-        """The weight as a tensor without numbers; each weight has one such tensor."""
+        """A weight as a tensor without numbers, always the same tensor; any other value unchanged."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         return self._fake.from_tensor(value) if is_real else value
 
@@ -379,16 +365,14 @@ def unrecorded(tensor: Tensor) -> Iterator[None]:
 
 
 def memory_of(node: Any) -> int | None:
-    """An id of the memory that a node's tensor lies in: tensors that share memory have equal ids. None for a node with
-    several tensors.
-    """
+    """An id of the memory of a node's tensor, equal for tensors that share memory; None for nodes of other values."""
     value = node.meta.get("val")
     return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
 
 
 def name_of(target: Any) -> str:
-    """An operation's name for an error message: `cumsum` for `aten.cumsum.default`."""
-    return str(target).removeprefix("aten.").partition(".")[0]
+    """An operation's name: `cumsum` for `aten.cumsum.default`, `linear` for `specdec.linear.default`."""
+    return str(target).removeprefix("aten.").removeprefix("specdec.").partition(".")[0]
 
 
 def attribute_of(module: nn.Module) -> Callable[[str], Tensor]:

@@ -1,9 +1,12 @@
-"""The three compilers of a step, and the package of the first.
+"""Compilation of a step by `aot`, and the package that `aot` writes.
 
-`aot`, on CPUs: token programs, with packed weights, which are opened without Python model code or compilation.
-`torch-compile` (`runtime.compiler.torch_compile`): torch.compile, for models with operations that programs lack, and
-for GPUs.
-`none`: the model as it is.
+There are three compilers:
+
+- `aot`, on CPUs: token programs and packed weights, which are opened without the model's Python code and without
+  compiling.
+- `torch-compile` (`runtime.compiler.torch_compile`): torch.compile, for models with operations that token programs
+  lack, and for GPUs.
+- `none`: the model in torch, uncompiled.
 """
 
 import dataclasses
@@ -73,10 +76,10 @@ def compile_aot(
     rank: int = 0,
 ) -> Made:
     """Write the step's token programs as a package, and the weights that the programs need. Linear layers are computed
-    in `arithmetic`.
+    in `arithmetic`. If the programs lack an operation, nothing is written.
 
     Weights that are among the `known` weights of another step are not written again. With several ranks the package of
-    the first rank serves all; for the other ranks only weights are written.
+    rank 0 serves all; for the other ranks only weights are written.
     """
     from runtime.compiler.capture import StepForm  # not to open an engine
     from runtime.compiler.cutting import cut_step
@@ -105,7 +108,7 @@ def token_step_of(module: nn.Module, inputs: "Inputs", sizes: "Sizes", arithmeti
 
 
 def _token_step(trace: Callable[[], "CutStep"]) -> TokenStep | str:
-    """Token programs of a traced step, or the names of the operations that programs lack."""
+    """Token programs of a traced step; or why there are none, such as operations that programs lack."""
     from runtime.compiler.capture import NoTokenProgram  # not to open an engine
     from runtime.compiler.token_program import lower
 
@@ -136,7 +139,7 @@ def _write(step: TokenStep, shape: StepShape, directory: Path, known: Mapping[st
 
 @dataclass(frozen=True)
 class PackagedStep:
-    """An opened package, and the memory that it reads."""
+    """An opened package, and its weights. Its inputs are those of `Step.forward`."""
 
     loader: Any
     weights: dict[str, Tensor]
@@ -178,13 +181,13 @@ def open_aot(package: Path, weights: dict[str, Tensor]) -> StepFunction:
     for i, (program, *places) in enumerate(calls):
         add_program(loader, codes[program], own.get(i, {}), places)
     step = PackagedStep(loader, weights)
-    for one in list(weights.values())[:1]:  # they lie in one piece; torch never lets go of those that it was handed
+    for one in list(weights.values())[:1]:  # all lie in one piece of memory, which torch would never free
         weakref.finalize(step, give_back, one).atexit = False
     return step
 
 
 def add_program(step: Any, code: bytes, weights: Mapping[str, Tensor], places: list[list[int]]) -> None:
-    """Add a program's call to a step, with the numbers of the tensors that it reads and writes."""
+    """Add a program's call to a step. `places` has the numbers of the tensors that it reads, and writes."""
     program = json.loads(code)
     step.add_tokenwise(program["code"], program["numbers"], [weights[name] for name in program["weights"]], *places)
 

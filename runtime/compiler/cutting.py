@@ -1,11 +1,12 @@
 """A step cut into token programs: its beginning, a program for each kind of layer, and its end.
 
 While the step is traced, its layers are calls of an operation that computes nothing. The last layer is traced as a part
-of the end: there only the tokens are computed whose logits are wanted. A layer of each kind is traced by itself. Layers
-are of one kind if they have the same modules, settings and shapes, and are called in the same way; the first and the
-last layer of a kind must give the same graph.
+of the end: there only the tokens are computed whose logits are wanted. Layers are of one kind if they have the same
+modules, settings and shapes, and are called in the same way. The first and the last layer of a kind are traced by
+themselves, and must give the same graph.
 
-Weights are packed here, once for each layer, by the operations of the graph that depend on constants alone.
+Operations that depend on constants alone, such as the packing of weights, are not part of the programs: they are
+carried out here, once for each layer.
 """
 
 from collections import UserDict
@@ -59,17 +60,13 @@ class Call:
     """Operations that compute the constants."""
     get: Callable[[str], Tensor]
     """Function that finds the model's tensor for an attribute's name."""
-    layer: int | None = None
-    """Number of the layer that the call computes, if the program is shared by similar layers."""
 
     @property
     def sources(self) -> list[Tensor]:
         return [self.get(name) for name in self.recipe.names]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The program's constants by name, computed anew at each call. The attributes that they are computed from must
-        hold numbers.
-        """
+        """The program's constants by name, computed anew at each call. Their attributes must be present."""
         return self.recipe.weights(self.get)
 
     def without(self, names: Collection[str]) -> "Call":
@@ -89,13 +86,12 @@ def _made_in(arguments: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Constants of a program: the operations on the model's attributes that make them, in order, and the number of the
-    operation that makes each constant.
-    """
+    """Constants of a program: the operations that make them from the model's attributes, in order."""
 
     operations: list[tuple[Any, Any, Any]]
     """Each operation with its positional and named arguments; for an attribute, None and the attribute's name."""
     made: dict[str, int]
+    """Number of the operation that makes each constant."""
 
     @property
     def names(self) -> list[str]:
@@ -114,7 +110,7 @@ class Recipe:
         return sorted(needed)
 
     def origin(self, name: str, get: Callable[[str], Tensor]) -> tuple[int, ...] | None:
-        """Identities of the tensors from which a packed weight is packed; None for other weights."""
+        """Identities of the attributes that a weight is packed from; None for other weights."""
         operation, args, _ = self.operations[self.made[name]]
         of = [self.operations[one] for one in args if isinstance(one, Made)]
         if operation is not torch.ops.specdec.pack_quantized.default or any(one is not None for one, *_ in of):
@@ -160,9 +156,7 @@ class CutStep:
     why_whole: str | None = None
     """The reason why the step is a single program; None if it is cut into layers."""
     twins: dict[str, str] = field(default_factory=dict)
-    """Packed weights that an earlier call has too and that are not stored again: name of the weight, and name of the
-    earlier call's.
-    """
+    """Packed weights that are not stored again: the weight's name, and its name in the earlier call that has it."""
 
     @property
     def layout(self) -> Layout:
@@ -183,9 +177,7 @@ class CutStep:
 
 
 def _of_call(number: int, name: str) -> str:
-    """Name of a call's weight in the file. Names sort in the order of the calls, so that each weight is written as soon
-    as it is made.
-    """
+    """Name of a call's weight in the file, such as `0012.weight_3`. Names sort in the order of the calls."""
     return f"{number:04}.{name}"
 
 
@@ -224,17 +216,16 @@ def _cut(form: StepForm, arithmetic: int) -> CutStep:
         number = programs.number(folded.graph)
         for i in alike:
             get, read = _in_layer(layers[i], program), list(compress(_inputs(nodes[i]), are_read))
-            made[nodes[i]] = _Turn(number, folded, get, read, [nodes[i]], i)
+            made[nodes[i]] = _Turn(number, folded, get, read, [nodes[i]])
     return _in_order(graph, programs, made)
 
 
 def _with_layers_as_calls(
     layers: nn.ModuleList, form: StepForm, arithmetic: int
 ) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
-    """The step's graph with these layers as calls, and the arguments of these calls.
+    """The step's graph with these layers as calls, and the calls' arguments.
 
-    Tracing an input for the pool of each layer takes long if there are many layers, so layers of the same shape share
-    an input at first.
+    Tracing an input for the pool of each layer takes long, so layers of the same shape share an input at first.
     """
 
     def captured(stand_ins: list[int] | None = None) -> tuple[GraphModule, dict[int, "_LayerCall"]]:
@@ -285,14 +276,12 @@ def whole_step(step: GraphModule, arithmetic: int) -> CutStep:
 
 @dataclass(frozen=True)
 class _LayerCall:
-    """A call of a layer in the model: the structure of the arguments after the first, and those arguments that are not
-    tensors.
-    """
+    """A call of a layer in the model, and its arguments after the first."""
 
     layer: int
     structure: pytree.TreeSpec
-    arguments: list[Any]  # None in the place of tensors
-    is_tensor: list[bool]
+    arguments: list[Any]
+    """The arguments, flat, with the class `Tensor` in the place of each tensor."""
     num_of_state: int
     """Number of tensors of the layer's state."""
     num_of_kv: int
@@ -302,19 +291,17 @@ class _LayerCall:
 
     @property
     def kind(self) -> str:
-        return f"{self.structure} {[self._described(value) for value in self.arguments]} {self.is_tensor}"
+        return f"{self.structure} {[self._described(value) for value in self.arguments]}"
 
     def _described(self, value: Any) -> Any:
-        """Description of an argument. A layer's own number is described as `layer`, since layers that are handed their
-        numbers may still be of one kind.
-        """
+        """Description of an argument: `layer` for the layer's own number, which differs within a kind."""
         if isinstance(value, PagedInputs):
             return PagedInputs
         return "layer" if type(value) is int and value == self.layer else value
 
 
 def layers_of(model: nn.Module, shapes: Shapes) -> nn.ModuleList:
-    """The model's `ModuleList` whose entries are its layers."""
+    """The model's `ModuleList` whose entries are its layers. Raises CannotBeCut if there is none."""
 
     def numbers(layer: nn.Module) -> set[Any]:
         return {module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")}
@@ -361,7 +348,6 @@ def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         _keep_unread((*args, *kwargs.values()))
         arguments, structure = pytree.tree_flatten((args, kwargs))
-        is_tensor = [isinstance(value, Tensor) for value in arguments]
         tensors = [value for value in arguments if isinstance(value, Tensor)]
         paged = next((value for value in arguments if isinstance(value, PagedInputs)), None)
         if paged is None:
@@ -370,8 +356,8 @@ def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> 
             with unrecorded(hidden):
                 _check_output(hidden, type(shown).forward(shown, hidden, *args, **kwargs))
         of_state, of_kv = _tensors_of(paged, i)
-        others = [None if isinstance(value, Tensor) else value for value in arguments]
-        calls[i] = _LayerCall(i, structure, others, is_tensor, len(of_state), len(of_kv))
+        kept = [Tensor if isinstance(value, Tensor) else value for value in arguments]
+        calls[i] = _LayerCall(i, structure, kept, len(of_state), len(of_kv))
         tensors += [paged.positions, paged.slot_mapping, *of_state, *of_kv]
         output: Tensor = torch.ops.specdec_cut.layer(hidden, tensors, i)
         return output
@@ -380,15 +366,15 @@ def _stand_in(i: int, shown: nn.Module | None, calls: dict[int, _LayerCall]) -> 
 
 
 class _Unread(dict[Any, Any]):
-    """Content of a mapping by which layers may hand tensors to later layers. Reading it raises CannotBeCut."""
+    """Content of a mapping by which layers may hand tensors to later layers. Looking up a key raises CannotBeCut."""
 
     def __contains__(self, key: object) -> bool:
         raise CannotBeCut("its layers share what they make")
 
 
 def _keep_unread(value: Any) -> None:
-    """Make mappings in an argument raise CannotBeCut when something reads them. Raise CannotBeCut for other objects
-    that can be written into.
+    """Make each `UserDict` in an argument raise CannotBeCut when a key is looked up. Raise CannotBeCut for other
+    mappings, and for lists: a layer may write into them.
     """
     if isinstance(value, tuple):
         for one in value:
@@ -400,9 +386,7 @@ def _keep_unread(value: Any) -> None:
 
 
 def _check_output(hidden: Tensor, output: Any) -> None:
-    """Raise CannotBeCut unless a layer returns a single tensor, of the dtype of its input, as the operation
-    `specdec_cut::layer` does.
-    """
+    """Raise CannotBeCut unless a layer returns a single tensor of its input's dtype, as `_LAYER` does."""
     if not isinstance(output, Tensor):
         raise CannotBeCut("its layers return more than hidden states")
     if output.dtype != hidden.dtype:
@@ -410,7 +394,9 @@ def _check_output(hidden: Tensor, output: Any) -> None:
 
 
 def _tensors_of(paged: PagedInputs, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors of a layer's memory: its K/V pools and its recurrent state."""
+    """Tensors of a layer's memory: of its state, the rows' slots and the pools; of its keys and values, the block
+    tables and the pools. Each list is empty for a layer without such memory.
+    """
     of_state = [paged.state_slots, *paged.pools_of_state(layer)] if layer in paged.state_layers else []
     if layer not in paged.layers:
         return of_state, []  # type: ignore[return-value]  # where there are states there are slots
@@ -420,7 +406,7 @@ def _tensors_of(paged: PagedInputs, layer: int) -> tuple[list[Tensor], list[Tens
 
 
 def _of_tensors(call: _LayerCall, positions: Tensor, slot_mapping: Tensor, *kept: Tensor) -> PagedInputs:
-    """Inverse of `_tensors_of`."""
+    """The inputs of a layer by itself, from its tensors in the order of `_tensors_of`."""
     of_state, of_kv = kept[: call.num_of_state], kept[call.num_of_state :]
     tables, *pools = of_kv or (positions,)
     keys, values, scales = [[pool] for pool in pools] + [[]] * (3 - len(pools))
@@ -438,12 +424,12 @@ class _Layer(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         hidden, *rest = tensors
-        num_own = sum(self.call.is_tensor)
+        num_own = sum(value is Tensor for value in self.call.arguments)
         own = iter(rest[:num_own])
         paged = _of_tensors(self.call, *rest[num_own:])
         arguments = [
-            next(own) if is_tensor else paged if isinstance(value, PagedInputs) else value
-            for value, is_tensor in zip(self.call.arguments, self.call.is_tensor, strict=True)
+            next(own) if value is Tensor else paged if isinstance(value, PagedInputs) else value
+            for value in self.call.arguments
         ]
         args, kwargs = pytree.tree_unflatten(arguments, self.call.structure)
         output: Tensor = self.layer(hidden, *args, **kwargs)
@@ -510,8 +496,8 @@ _NUM_BEFORE_POOLS = 5  # a step's inputs that are its batch
 
 
 def _stand_ins(shapes: Shapes) -> list[int]:
-    """Number, for each layer with K/V, of the pool that stands for the layer's own. Layers of one shape share a pool;
-    the last layer, which is no call, shares with none.
+    """Number, for each layer with K/V, of the pool that stands for the layer's own. Layers of one shape share a
+    pool. The last of them shares with none, since the model's last layer is not a call: [0, 0, 1] for three.
     """
     kinds = [repr(replace(one, layer=0)) for one in shapes.layers[:-1]]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
@@ -537,7 +523,7 @@ def _have_own_pools(graph: Graph, calls: dict[int, _LayerCall], stand_ins: list[
     own: list[list[Node]] = []
     with graph.inserting_before(given[0][0]):
         for part in given:
-            own.append([_placeholder_like(graph, part[number]) for number in stand_ins])
+            own.append([graph.node_copy(part[number]) for number in stand_ins])
     for place, i in enumerate(with_kv):
         hidden, rest, number = in_layers[i].args
         in_layers[i].args = (hidden, [*rest[:-num_parts], *(part[place] for part in own)], number)
@@ -546,12 +532,6 @@ def _have_own_pools(graph: Graph, calls: dict[int, _LayerCall], stand_ins: list[
             node.replace_all_uses_with(nodes[stand_ins.index(number)])
             graph.erase_node(node)
     return True
-
-
-def _placeholder_like(graph: Graph, node: Node) -> Node:
-    made = graph.placeholder(node.name)
-    made.meta["val"] = node.meta["val"]
-    return made
 
 
 # --- constants ---
@@ -570,9 +550,7 @@ class _Folded:
 
 
 def _fold(module: GraphModule) -> _Folded:
-    """The graph without operations that depend on constants alone: their results are computed once, and become
-    weights.
-    """
+    """The graph without operations that depend on constants alone; their results become weights."""
     constants = _constants(list(module.graph.nodes))
     used = [node for node in constants if any(user not in constants for user in node.users)]
     made_by = {f"weight_{i}": node for i, node in enumerate(used)}
@@ -634,9 +612,6 @@ def _written(node: Node) -> list[Node]:
     return [one for one in written if isinstance(one, Node)]
 
 
-IN_LAYER = "layer."
-
-
 def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]:
     """Function from the name of a weight in one layer's program to the weight of this name in `layer`, a layer of the
     same kind. Constants that tracing made are the program's own.
@@ -644,7 +619,7 @@ def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]
 
     def get(name: str) -> Tensor:
         try:
-            return attribute_of(layer)(name.removeprefix(IN_LAYER))
+            return attribute_of(layer)(name.removeprefix("layer."))
         except AttributeError:
             return attribute_of(program)(name)
 
@@ -663,7 +638,6 @@ class _Turn:
     get: Callable[[str], Tensor]
     read: list[Node]
     made: list[Node]
-    layer: int | None = None
 
 
 class _Programs:
@@ -681,8 +655,8 @@ class _Programs:
 
 
 def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn]) -> CutStep:
-    """The calls of a step in which layers are calls. The operations before, between and behind the layers become
-    programs too.
+    """The calls of a step. The operations before, between and behind the `layers` become programs too. Raises
+    CannotBeCut if an operation writes into what was made before another layer.
     """
     nodes = _ordered_by_use(module.graph)
     times: dict[Node, int] = {}  # how many layers come before
@@ -736,9 +710,7 @@ def _ordered_by_use(graph: Graph) -> list[Node]:
 
 
 def _asked(nodes: list[Node], times: dict[Node, int], layers: dict[Node, _Turn]) -> set[Node]:
-    """Tensors that are handed from one program to another: inputs of layers, and tensors from before a layer that
-    something behind it reads.
-    """
+    """Tensors handed from one program to another: inputs of layers, and tensors read behind a later layer."""
     constants = _constants(nodes)
     asked = {source for turn in layers.values() for source in turn.read}
     for node in [node for node in nodes if node not in layers]:
@@ -751,8 +723,7 @@ def _piece(
     module: GraphModule, ordered: list[Node], outputs: list[Node], writing: list[Node], given: set[Node]
 ) -> tuple[GraphModule, list[Node]]:
     """The part of the graph that computes `outputs` from the nodes in `given`, as a module; also returns the nodes of
-    `given` that it reads. It includes the operations in `writing`, which write into tensors, even if nothing reads
-    their results.
+    `given` that it reads. It includes the operations in `writing`, even if nothing reads their results.
     """
     needed: set[Node] = set()
     waiting = outputs + writing
@@ -786,7 +757,7 @@ def _with_places(inputs: list[Node], turns: list[_Turn]) -> list[Call]:
         for node in turn.made:
             places[node] = free.pop() if free else next(new)
         made, folded = [places[node] for node in turn.made], turn.folded
-        calls.append(Call(turn.program, read, made, folded.layout, folded.recipe, turn.get, turn.layer))
+        calls.append(Call(turn.program, read, made, folded.layout, folded.recipe, turn.get))
     return calls
 
 
@@ -794,9 +765,7 @@ def _with_places(inputs: list[Node], turns: list[_Turn]) -> list[Call]:
 
 
 def describe(module: GraphModule) -> str:
-    """Text that is equal for two graphs if they compile to the same program: operations, and shapes and dtypes of
-    inputs and weights, without names.
-    """
+    """Text of a graph's operations, shapes and dtypes, without names: equal texts are the same program."""
     numbers: dict[Node, _Bare] = {}
     lines = []
     for node in module.graph.nodes:

@@ -19,7 +19,7 @@ _ATEN = torch.ops.aten
 
 def use_kernels(module: GraphModule, arithmetic: int) -> None:
     """Replace linear layers of a graph by the kernel, in place, if it supports their dtype and their number of inputs
-    is even. `arithmetic` says how the kernels multiply, in linear layers and in attention.
+    is even. `arithmetic` says how the kernels multiply, in linear layers, in experts and in attention.
     """
     graph = module.graph
     _say_as_linear(graph, _constants(module))
@@ -41,9 +41,7 @@ def use_kernels(module: GraphModule, arithmetic: int) -> None:
 
 
 def look_up_in_output(module: GraphModule, table: Tensor, output: QuantizedLinear) -> None:
-    """Read embeddings from the packed weight of `output` instead of from `table` [vocab, hidden]; both have the same
-    numbers.
-    """
+    """Read embeddings from the packed weight of `output`, which equals `table` [vocab, hidden], not from `table`."""
     graph, get = module.graph, attribute_of(module)
     attributes = {id(get(str(node.target))): node for node in reversed(graph.find_nodes(op="get_attr"))}
     parts = [attributes.get(id(part)) for part in (output.values, output.scales)]
@@ -95,7 +93,7 @@ def _can_serve(weight: Node) -> bool:
 
 
 def _replace(graph: Graph, layers: list[Node], arithmetic: int, *, has_bias: bool) -> None:
-    x = layers[0].args[0]  # of a layer that was replaced before, what stands in its place
+    x = layers[0].args[0]  # read again: the layer that made it may have been replaced meanwhile
     sizes = [layer.args[1].meta["val"].shape[0] for layer in layers]  # type: ignore[union-attr]
     with graph.inserting_before(layers[0]):
         packed = _call(graph, torch.ops.specdec.pack_linear.default, _joined(graph, layers, 1))
@@ -105,9 +103,7 @@ def _replace(graph: Graph, layers: list[Node], arithmetic: int, *, has_bias: boo
 
 
 def _rounded_layers(graph: Graph, arithmetic: int) -> list[list[Node]]:
-    """Groups of quantized layers that read the same input and whose weights can be packed together. Other layers stay
-    alone.
-    """
+    """Groups of quantized layers with the same input whose weights are packed together; other layers stay alone."""
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.specdec.quantized_linear.default:
@@ -145,7 +141,7 @@ def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
 
 
 def _joined(graph: Graph, nodes: list[Node], index: int) -> Node:
-    """Concatenate one argument of several nodes along the outputs."""
+    """The argument number `index` of several nodes, concatenated along the outputs."""
     parts = [node.args[index] for node in nodes]
     if len(parts) == 1:
         return parts[0]  # type: ignore[return-value]

@@ -1,8 +1,7 @@
 """The copy by which a model drafts for itself: the same model with the weights of its linear layers in fewer bits.
 
 It is compiled as a step of its own, in a directory of its own within the engine's. Everything else is the target's own
-memory: embeddings, norms and K/V pools. The output layer is the target's too, unless the copy drafts fewer ids or uses
-fewer bits.
+memory: embeddings, norms and K/V pools, and the output layer unless it has fewer ids or fewer bits for drafts.
 """
 
 import copy
@@ -33,10 +32,10 @@ DRAFT_ACTIVATIONS: Activations = "int8"
 def quantize_layers(
     model: PreTrainedModel, pretrained: PreTrainedConfig, build: BuildConfig, ids: Tensor | None = None
 ) -> dict[str, QuantizedWeight]:
-    """The weights of the copy's linear layers, quantized as a conversion does. The output layer is quantized as
-    `draft_output` says, and has only the rows of `ids` [n] if ids are given. Empty if there is no copy.
+    """The weights of the copy's linear layers, quantized as a conversion does. The output layer is among them if
+    `draft_output` names a format, with only the rows of `ids` [n] if ids are given. Empty if there is no copy.
 
-    Layers that have as few bits already stay as they are. SpecDecError if no other layers are left.
+    Layers that have as few bits already stay as they are. SpecDecError if all layers have.
     """
     if (self_draft := build.self_draft) is None:
         return {}
@@ -55,7 +54,7 @@ def quantize_layers(
             layers[name] = quantized(name, weight, replace(self_draft, qformat=qformat))
     if not layers:
         raise SpecDecError(
-            f"the model has no linear layers of more bits than its copy's would have: {self_draft.qformat}",
+            f"the model has no linear layer with more bits than its copy would have: {self_draft.qformat}",
             hint="leave `self_draft` out",
             code="nothing_to_quantize",
         )
@@ -63,8 +62,8 @@ def quantize_layers(
 
 
 def quantized(name: str, weight: Tensor, self_draft: SelfDraft) -> QuantizedWeight:
-    """The weight [outputs, inputs] of a layer that drafts, quantized; SpecDecError, naming the layer, if groups do not
-    divide its inputs.
+    """The weight [outputs, inputs] of a layer that drafts, quantized. SpecDecError, naming the layer, if groups do not
+    divide its inputs, if their number is odd and the format int4, or if the quantized numbers are NaN or infinite.
     """
     group_size = group_size_for(name, weight.shape[1], self_draft.group_size)
     if self_draft.qformat == "int4" and weight.shape[1] % 2:
@@ -86,9 +85,7 @@ def _weight(layer: nn.Module) -> Tensor:
 
 
 def output_weight(model: PreTrainedModel) -> Tensor:
-    """Weight [vocab, hidden] of the output layer, in the model's dtype. SpecDecError if the output layer is not
-    linear.
-    """
+    """Weight [vocab, hidden] of the output layer in the model's dtype. SpecDecError if it is not linear."""
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(output, nn.Linear | QuantizedLinear):
         raise SpecDecError(
@@ -110,8 +107,8 @@ def copy_of(model: PreTrainedModel, layers: dict[str, QuantizedWeight], ids: Ten
         name = next((name for name, one in copied.named_modules() if one is output), None)
         if name is None or not isinstance(output, nn.Linear | QuantizedLinear):
             raise SpecDecError(
-                "the model computes logits by no linear layer, of which drafts could have a part",
-                hint="build it without a vocabulary of drafts",
+                "the model computes its logits without a linear layer, so drafts cannot have a part of its ids",
+                hint="build it without a draft vocabulary",
             )
         copied.set_submodule(name, rows_of(output, ids))
     place_quantized(copied, layers, DRAFT_ACTIVATIONS, with_kernels=model.config._attn_implementation == KERNEL)

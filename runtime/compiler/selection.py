@@ -1,8 +1,8 @@
 """A captured step that computes only the tokens whose logits are wanted, from its last attention on.
 
-A model picks these tokens before its output layer. For a prompt that is a single token, so the last layer's
-feed-forward network has computed all others in vain. Token-wise operations give the same result for a picked token when
-the picking is done before them. (llama.cpp does so in the graph of each family; here any captured graph is changed.)
+A model picks these tokens before its output layer. For a prompt only the last token is picked, so the last layer's
+feed-forward network would compute all other tokens in vain. Token-wise operations give the same result for a picked
+token if the picking is done before them. (llama.cpp does so in each family's graph; here any graph is changed.)
 """
 
 from operator import getitem
@@ -17,7 +17,7 @@ _ATEN = torch.ops.aten
 _NORMS = {_ATEN.layer_norm.default, _ATEN.rms_norm.default}
 _READS_FIRST = {_ATEN.linear.default, *_NORMS, _ATEN.mean.dim, _ATEN.chunk.default, getitem}
 _READS_FIRST |= {_ATEN.dropout.default, _ATEN.contiguous.default, _ATEN.to.dtype, _ATEN.type_as.default}
-"""Operations that take tokens one by one in their first argument, and look at no token in others."""
+"""Operations that compute each token of their first argument by itself, and whose other arguments have no tokens."""
 _SUMS = ("specdec.all_reduce.default",)  # by name: the operation is there where models are split
 
 
@@ -60,7 +60,7 @@ def select_early(module: GraphModule, indices: str) -> None:
 
 
 def _changed(graph: Graph) -> set[Node]:
-    """Tensors that an operation changes in place, and tensors that share memory with these."""
+    """Tensors that an operation of torch changes in place, and the tensors of which these are views."""
     changed: set[Node] = set()
     for node in reversed(graph.nodes):
         schema = getattr(node.target, "_schema", None)

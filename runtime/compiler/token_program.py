@@ -1,9 +1,8 @@
-"""Token programs: a step's computation without compilation, as kernels and, between them, operations on a token's
-vectors.
+"""Token programs: a step without compilation, as kernels and, between them, operations on a token's vectors.
 
-All operations between two kernels are a block, which is carried out token by token (`csrc/token_program.h`), in memory
-that stays in the processor's cache. All numbers are float32 there, and are rounded where the graph's tensor has 16
-bits.
+All operations between two kernels are a block. A block is carried out token by token (`csrc/token_program.h`), in
+memory that stays in the processor's cache. There all numbers are float32, and are rounded where the graph's tensor has
+16 bits.
 """
 
 import itertools
@@ -94,14 +93,6 @@ class _Block:
     made: dict[int, tuple[torch.dtype, Shape]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    name: str
-    output: int
-    inputs: list[int]
-    settings: list[int]
-
-
 class _Lowering:
     def __init__(self, graph: GraphModule, *, groups: bool) -> None:
         self.graph, self.groups = graph, groups
@@ -109,18 +100,17 @@ class _Lowering:
         self.weights: dict[str, int] = {}
         self.numbers: dict[float, int] = {}
         self.blocks: dict[tuple[int, str], _Block] = {}
-        self.kernels: dict[int, list[_Kernel]] = {}
+        self.kernels: dict[int, list[list[int]]] = {}  # codes of the kernels at each time
         self.homes: dict[Source, _Block] = {}  # blocks of the operations' results
         self.unfilled: dict[Source, list[tuple[View, View]]] = {}  # with the views written into their parts
         self.inputs: set[Source] = set()
         self.shown: dict[Source | None, dict[Node, None]] = {}  # nodes that are views of a source
         self.spaces: list[str] = []
-        self.num_arrays = 0
+        self.input_numbers = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+        self.num_arrays = len(self.input_numbers)
 
     def program(self) -> TokenProgram:
-        inputs = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
-        self.num_arrays = len(inputs)
-        for number, node in enumerate(inputs):
+        for node, number in self.input_numbers.items():
             self._take_input(node, number)
         outputs: list[int] = []
         for node in self.graph.graph.nodes:
@@ -137,7 +127,7 @@ class _Lowering:
             elif node.op == "output":
                 made = node.args[0] if isinstance(node.args[0], list | tuple) else (node.args[0],)
                 outputs = [self._output(one) for one in made]
-        return TokenProgram(self._code(len(inputs), outputs), list(self.numbers), list(self.weights))
+        return TokenProgram(self._code(outputs), list(self.numbers), list(self.weights))
 
     # --- values ---
 
@@ -146,7 +136,7 @@ class _Lowering:
         try:
             shape, space = _of_token(value)
         except CannotBeLowered:
-            return  # a pool, or a table of blocks: kernels take it as it is
+            return  # such as a pool: kernels take it as it is
         if value.dtype in (*DTYPES, torch.bool) and space:
             source = Source(space, _in_arrays(value.dtype), math.prod(shape), 0, number)
             self.values[node] = View(source, (0, 0), value.dtype, shape, strides_of(shape))
@@ -174,7 +164,7 @@ class _Lowering:
             return self._number(node, torch.float32)
         value = self.values.get(node)
         if isinstance(value, View) and value.source in self.unfilled:
-            self._fill(value.source)
+            self._fill(value.source, memory_of(node))
             value = self.values[node]
         if not isinstance(value, View):
             raise CannotBeLowered(f"{node} is no tensor of one token")
@@ -185,7 +175,7 @@ class _Lowering:
         value = self.values.get(node)
         return value if isinstance(value, View) and value.source in self.unfilled else self._view(node)
 
-    def _fill(self, source: Source) -> None:
+    def _fill(self, source: Source, memory: int | None) -> None:
         parts = self.unfilled.pop(source)
         if not parts:
             raise CannotBeLowered("an empty tensor is read")
@@ -196,21 +186,20 @@ class _Lowering:
         for part, written in parts:
             inside = expanded(self._in_block(written, block), part.shape)
             block.calls.append(Call("copy", source.dtype, moved(part, filled), [inside], part.shape))
-        self._rebind(source, filled)
+        self._rebind(source, filled, memory)
 
-    def _rebind(self, source: Source, changed: Source) -> None:
-        """Replace `source` by `changed` in all views of it, after it was overwritten."""
+    def _rebind(self, source: Source, changed: Source, memory: int | None) -> None:
+        """Replace `source` by `changed`, which has its numbers now, in all views of it that lie in this memory."""
         for node, value in self.values.items():
-            if isinstance(value, View) and value.source is source:
+            if isinstance(value, View) and value.source is source and memory_of(node) == memory:
                 self.values[node] = moved(value, changed)
                 self.shown.setdefault(changed, {})[node] = None
 
     def _input_number(self, node: Any) -> int:
-        """Number of the step's input that `node` is. Raises CannotBeLowered for a node that is no input."""
-        if isinstance(node, Node) and node.op == "placeholder":
-            inputs = [one for one in self.graph.graph.nodes if one.op == "placeholder"]
-            return inputs.index(node)
-        raise CannotBeLowered(f"{node} is no input")
+        """Number of a node among the program's inputs. Raises CannotBeLowered for a node that is no input."""
+        if node not in self.input_numbers:
+            raise CannotBeLowered(f"{node} is no input")
+        return self.input_numbers[node]
 
     # --- places ---
 
@@ -219,9 +208,7 @@ class _Lowering:
         return self.blocks.setdefault((time, space), _Block(space))
 
     def _know(self, space: str) -> None:
-        """Remember a space (a number of rows). Blocks of the same time are ordered by their spaces: tokens before the
-        tokens that are picked from them.
-        """
+        """Remember a space (a number of rows). All tokens come before the tokens that are picked from them."""
         if space not in self.spaces:
             self.spaces.append(space)
 
@@ -257,11 +244,10 @@ class _Lowering:
         self, name: str, operands: Seq[View], dtype: torch.dtype, shape: Shape, *, into: View | None = None
     ) -> View:
         """Add an operation on elements, which makes a new tensor or writes `into` a part of an existing one."""
-        space = self._common_space(operands if into is None else [*operands, into])
-        time = max(one.time for one in operands) if into is None else into.time
-        block = self._block(time, space)
         if into is None:
-            into = self._new(block, time, dtype, shape)
+            block, into = self._opened(operands, dtype, shape)
+        else:
+            block = self._block(into.time, self._common_space([*operands, into]))
         inside = [expanded(self._in_block(one, block), shape) for one in operands]
         block.calls.append(Call(name, dtype, into, inside, shape))
         return into
@@ -280,7 +266,7 @@ class _Lowering:
         return spaces.pop()
 
     def _contiguous(self, view: View) -> View:
-        """The view itself if it is a whole array of its dtype, otherwise a contiguous copy."""
+        """The view itself if it shows its whole source, in the source's dtype; otherwise a copy of it."""
         if view.is_whole() and view.source is not None and view.source.dtype == view.dtype:
             return view
         return self._compute("copy", [view], view.dtype, view.shape)
@@ -321,9 +307,7 @@ class _Lowering:
         return replace(view, dtype=dtype)
 
     def _made_for(self, node: Any, view: View) -> Call | None:
-        """The operation that makes the whole view, if it has a single reader and its result is stored nowhere else yet;
-        None otherwise.
-        """
+        """The elementwise operation that makes the whole view for a single reader, if no array holds it; else None."""
         showing = self.shown.get(view.source, {node: None})
         users = {user for one in showing for user in one.users if user not in showing}
         users = {user for user in users if user.target is not _ATEN._assert_tensor_metadata.default}
@@ -358,9 +342,7 @@ class _Lowering:
         return self._compute("log", [more], *_form(node))
 
     def _expm1(self, node: Node) -> View:
-        """exp(x) - 1. Up to 1 it is 2 tanh(x / 2) / (1 - tanh(x / 2)), since a difference from 1 would lose digits
-        there; above 1 it is the difference.
-        """
+        """exp(x) - 1, up to 1 as 2 tanh(x / 2) / (1 - tanh(x / 2)): there the difference would lose digits."""
         view, float32 = self._view(node.args[0]), torch.float32
 
         def made(name: str, *operands: View) -> View:
@@ -403,19 +385,13 @@ class _Lowering:
         first, second = (self._view(one) for one in node.args)
         return self._compute("greater", [second, first], *_form(node))
 
-    def _in_place(self, name: str, node: Node) -> View:
-        return self._overwrite(node, self._binary(name, node))
-
-    def _clamp_in_place(self, node: Node) -> View:
-        return self._overwrite(node, self._clamp(node))
-
     def _overwrite(self, node: Node, made: View) -> View:
         """Let `made` replace the operation's first input, also in other views of the same memory.
 
         If the input is all of its source, these become views of `made`'s source. Otherwise they become views of a copy
         of the old source, in which the input's part is overwritten by `made`.
         """
-        place, memory = self._view(node.args[0]), memory_of(node.args[0])
+        place = self._view(node.args[0])
         old = place.source
         if old is None or old in self.inputs:
             raise CannotBeLowered(f"{name_of(node.target)} of an input or a weight")
@@ -425,10 +401,7 @@ class _Lowering:
             new = self._copy(whole_of(old), max(place.time, made.time)).source
             self._compute("copy", [made], place.dtype, place.shape, into=moved(place, new))  # type: ignore[arg-type]
         assert new is not None
-        for other, view in self.values.items():
-            if isinstance(view, View) and view.source is old and memory_of(other) == memory:
-                self.values[other] = moved(view, new)
-                self.shown.setdefault(new, {})[other] = None
+        self._rebind(old, new, memory_of(node.args[0]))
         return moved(place, new)
 
     def _copy(self, view: View, time: int) -> View:
@@ -472,7 +445,7 @@ class _Lowering:
         return expanded(replace(number, dtype=dtype), shape)
 
     def _small_product(self, node: Node) -> View:
-        """A product of matrices of each token, `[..., m, k]` and `[..., k, n]` with a small k, in float32."""
+        """A product of matrices of each token, `[..., m, k]` and `[..., k, n]` with k from 2 to 16, in float32."""
         first, second = (self._view(one) for one in node.args)
         for one in node.args:
             for dim in (-1, -2):
@@ -500,7 +473,7 @@ class _Lowering:
         return part
 
     def _scattered(self, node: Node) -> View:
-        """A copy of the input with `value` written at the given indices."""
+        """A copy of the input with one value written at the given indices along its last dimension."""
         view, places, value = self._view(node.args[0]), self._view(node.args[2]), self._view(node.args[3])
         dtype, shape = _form(node)
         if _own_dim(node.meta["val"], node.args[1]) != len(shape) - 1 or places.shape[:-1] != shape[:-1]:
@@ -511,9 +484,6 @@ class _Lowering:
         written = [expanded(value, places.shape), self._in_block(places, block)]
         block.calls.append(Call("scatter", dtype, into, written, places.shape))
         return out
-
-    def _scattered_in_place(self, node: Node) -> View:
-        return self._overwrite(node, self._scattered(node))
 
     def _power(self, node: Node) -> View:
         x, exponent = self._view(node.args[0]), node.args[1]
@@ -559,9 +529,7 @@ class _Lowering:
         return reduced if keeps else without(reduced, dim)
 
     def _added(self, view: View, dim: int, dtype: torch.dtype) -> View:
-        """The sum over a dimension of a few rows. They are added one after the other; the numbers of each row lie side
-        by side in memory.
-        """
+        """The sum over a dimension of a few rows, which are added one after the other."""
         first, *others = (self._part(view, dim, range(i, i + 1)) for i in range(view.shape[dim]))
         for i, row in enumerate(others):
             is_last = i == len(others) - 1
@@ -569,7 +537,7 @@ class _Lowering:
         return first
 
     def _reduce(self, name: str, view: View, dim: int, dtype: torch.dtype) -> View:
-        """Reduce a dimension to size 1, by `sum`, `mean` or another operation."""
+        """Reduce a dimension to size 1, by `sum` or `mean`."""
         view = transposed(view, dim, len(view.shape) - 1)
         shape = (*view.shape[:-1], 1)
         block, out = self._opened([view], dtype, shape)
@@ -581,13 +549,11 @@ class _Lowering:
         dim = _own_dim(node.meta["val"], node.args[1])
         if dim != len(view.shape) - 1:
             raise CannotBeLowered(f"{node} is not over the last dimension")
-        block, out = self._opened([view], dtype, view.shape)
-        block.calls.append(Call("softmax", dtype, out, [self._in_block(view, block)], view.shape))
-        return out
+        return self._compute("softmax", [view], dtype, view.shape)
 
     def _topk(self, node: Node) -> tuple[View, View]:
         count = node.args[1]
-        largest = node.kwargs.get("largest", (*node.args, -1, True)[3] if len(node.args) > 3 else True)
+        largest = node.kwargs.get("largest", node.args[3] if len(node.args) > 3 else True)
         if not largest or not isinstance(count, int):
             raise CannotBeLowered(f"{node} takes {node.args[1:]}")
         return self._largest(node, count, node.args[2] if len(node.args) > 2 else -1)
@@ -599,7 +565,7 @@ class _Lowering:
         return without(value, len(value.shape) - 1), without(place, len(place.shape) - 1)
 
     def _largest(self, node: Node, count: int, along: Any) -> tuple[View, View]:
-        """The k largest values and their indices, in falling order."""
+        """The `count` largest values along the last dimension and their indices, in falling order."""
         view, values = self._view(node.args[0]), node.meta["val"][0]
         dim = _own_dim(node.args[0].meta["val"], along)  # type: ignore[union-attr]
         if dim != len(view.shape) - 1:
@@ -678,7 +644,7 @@ class _Lowering:
         return out
 
     def _picked(self, node: Node) -> View:
-        """Select the tokens whose logits are wanted."""
+        """Pick the tokens whose logits are wanted; or, from a weight, the rows or numbers that tokens name."""
         indices = node.args[1]
         assert isinstance(indices, list | tuple)
         view = self._view(node.args[0])
@@ -778,7 +744,7 @@ class _Lowering:
         return self._copies(view, dim + 1, times, _form(node))
 
     def _copies(self, view: View, dim: int, times: int, form: tuple[torch.dtype, tuple[int, ...]]) -> View:
-        """An array with the view's numbers, in which the dimensions from `dim` on are repeated `times` times."""
+        """A new tensor with the view's numbers, in which the dimensions from `dim` on are repeated `times` times."""
         dtype, shape = form
         wide = (*view.shape[:dim], times, *view.shape[dim:])
         repeated = replace(view, shape=wide, strides=(*view.strides[:dim], 0, *view.strides[dim:]))
@@ -827,21 +793,22 @@ class _Lowering:
 
     # --- kernels ---
 
-    def _kernel(self, name: str, node: Node, read: Seq[View], others: Seq[int], settings: list[int]) -> View:
-        """Add a kernel. Its inputs are the arrays of the views `read`, and other inputs by their numbers."""
+    def _kernel(self, node: Node, read: Seq[View], others: Seq[int], settings: list[int]) -> View:
+        """Add the kernel that a node calls. Its inputs are the arrays of the views `read`, and `others` by number."""
+        name = name_of(node.target)
         views = list(read) if name == "paged_attention" else [self._contiguous(one) for one in read]
         time = max(one.time for one in views)
         inputs = [self._array(one.source, self._rows_of(name, i, one)) for i, one in enumerate(views) if one.source]
         output = self._new_array()
-        self.kernels.setdefault(time, []).append(_Kernel(name, output, [*inputs, *others], settings))
+        inputs += others
+        code = [KERNELS.index(name), output, len(inputs), *inputs, len(settings), *settings]
+        self.kernels.setdefault(time, []).append(code)
         shape, space = _of_token(node.meta["val"])
         source = Source(space, node.meta["val"].dtype, math.prod(shape), time + 1, output)
         return View(source, (0, 0), source.dtype, shape, strides_of(shape))
 
     def _rows_of(self, name: str, number: int, view: View) -> Shape:
-        """Shape of the array of a kernel's input. A token's part is repeated if the kernel has several rows for each
-        token.
-        """
+        """Shape of the array of a kernel's input; [-3, 64] for three rows of 64 numbers for each token."""
         count = math.prod(view.shape)
         if name == "paged_attention":
             return (-1, count)
@@ -850,23 +817,16 @@ class _Lowering:
         return (-(count // view.shape[-1]), view.shape[-1])
 
     def _linear(self, node: Node) -> View:
-        x, packed, bias, num_outputs, arithmetic = node.args
+        x, packed, bias, *settings = node.args
         weights = [self._weight_number(packed), self._weight_number(bias)]
-        return self._kernel("linear", node, [self._view(x)], [], [*weights, int(num_outputs), int(arithmetic)])  # type: ignore[arg-type]
-
-    def _quantized_linear(self, node: Node) -> View:
-        x, packed, bias, num_outputs, arithmetic, bits = node.args
-        weights = [self._weight_number(packed), self._weight_number(bias)]
-        settings = [*weights, int(num_outputs), int(arithmetic), int(bits)]  # type: ignore[arg-type]
-        return self._kernel("quantized_linear", node, [self._view(x)], [], settings)
+        return self._kernel(node, [self._view(x)], [], [*weights, *map(int, settings)])  # type: ignore[arg-type]
 
     def _experts_linear(self, node: Node) -> View:
-        x, packed, chosen, num_outputs, arithmetic, bits = node.args
+        x, packed, chosen, *settings = node.args
         places = self._view(chosen)
         if places.dtype == torch.int64 and places.source is not None and places.source.dtype != torch.int64:
             places = self._compute("copy", [places], torch.int64, places.shape)
-        settings = [self._weight_number(packed), int(num_outputs), int(arithmetic), int(bits)]  # type: ignore[arg-type]
-        return self._kernel("experts_linear", node, [self._view(x), places], [], settings)
+        return self._kernel(node, [self._view(x), places], [], [self._weight_number(packed), *map(int, settings)])  # type: ignore[arg-type]
 
     def _paged_attention(self, node: Node) -> View:
         query, key, value, *others = node.args
@@ -884,10 +844,10 @@ class _Lowering:
         for one in heads:
             assert one.source is not None
             settings += [one.shape[2], one.shape[3], one.offset, one.source.count]
-        return self._kernel("paged_attention", node, heads, read, settings)
+        return self._kernel(node, heads, read, settings)
 
     def _in_memory(self, view: View) -> View:
-        """The view moved to an array, in which its numbers lie side by side, perhaps among others."""
+        """The view if its numbers lie side by side in an array, perhaps beside others; otherwise a copy of it."""
         source = view.source
         is_there = source is not None and source.array is not None and source.dtype == view.dtype and view.is_dense()
         return view if is_there else self._contiguous(view)
@@ -896,36 +856,33 @@ class _Lowering:
         inputs, weight, bias, *others = node.args
         weights = [self._weight_number(weight), self._weight_number(bias)]
         read = [self._input_number(one) for one in others]
-        return self._kernel("short_conv", node, [self._view(inputs)], read, weights)
+        return self._kernel(node, [self._view(inputs)], read, weights)
 
     def _linear_attention(self, node: Node) -> View:
         *own, chunk_size, scale, normalizes = node.args
         _, number = self._number(float(scale), torch.float32).constant  # type: ignore[arg-type]
         read = [self._view(one) for one in own[:5] if one is not None]
         others = [self._input_number(one) for one in own[5:]]
-        return self._kernel("linear_attention", node, read, others, [number, int(chunk_size), int(bool(normalizes))])  # type: ignore[arg-type]
+        return self._kernel(node, read, others, [number, int(chunk_size), int(bool(normalizes))])  # type: ignore[arg-type]
 
     def _selective_scan(self, node: Node) -> View:
         *own, chunk_size = node.args
         read, others = [self._view(one) for one in own[:4]], [self._input_number(one) for one in own[5:]]
-        return self._kernel("selective_scan", node, read, others, [self._weight_number(own[4]), int(chunk_size)])  # type: ignore[arg-type]
+        return self._kernel(node, read, others, [self._weight_number(own[4]), int(chunk_size)])  # type: ignore[arg-type]
 
-    def _all_reduce(self, node: Node) -> View:
-        return self._kernel("all_reduce", node, [self._view(node.args[0])], [], [])
-
-    def _columns(self, node: Node) -> View:
-        """The columns of all ranks side by side, or this rank's share of the columns."""
-        name, size = str(node.target).split(".")[1], node.args[1]
-        return self._kernel(name, node, [self._view(node.args[0])], [], [int(size)])  # type: ignore[arg-type]
+    def _collective(self, node: Node) -> View:
+        """The sum of all ranks' numbers, all ranks' columns side by side, or this rank's share of the columns."""
+        x, *settings = node.args
+        return self._kernel(node, [self._view(x)], [], [*map(int, settings)])  # type: ignore[arg-type]
 
     def _own_embeddings(self, node: Node) -> View:
         ids, table = node.args
-        return self._kernel("own_embeddings", node, [self._view(ids)], [], [self._weight_number(table)])
+        return self._kernel(node, [self._view(ids)], [], [self._weight_number(table)])
 
     def _quantized_rows(self, node: Node) -> View:
         ids, packed, num_rows, num_inputs, dtype = node.args
         settings = [self._weight_number(packed), int(num_rows), int(num_inputs), DTYPES[dtype]]  # type: ignore[arg-type, index]
-        return self._kernel("quantized_rows", node, [self._view(ids)], [], settings)
+        return self._kernel(node, [self._view(ids)], [], settings)
 
     # --- code ---
 
@@ -954,16 +911,14 @@ class _Lowering:
         assert copy.source is not None
         return self._array(copy.source, wanted)
 
-    def _code(self, num_inputs: int, outputs: list[int]) -> list[int]:
+    def _code(self, outputs: list[int]) -> list[int]:
         stages: list[list[int]] = []
         for time in range(max([*self.kernels, *(when for when, _ in self.blocks), 0]) + 1):
             for space in self.spaces:
                 if (time, space) in self.blocks:
                     stages.append(self._code_of_block(self.blocks[time, space]))
-            for kernel in self.kernels.get(time, []):
-                lists = [len(kernel.inputs), *kernel.inputs, len(kernel.settings), *kernel.settings]
-                stages.append([KERNELS.index(kernel.name), kernel.output, *lists])
-        code = [num_inputs, self.num_arrays, len(stages)]
+            stages += self.kernels.get(time, [])
+        code = [len(self.input_numbers), self.num_arrays, len(stages)]
         return [*code, *itertools.chain.from_iterable(stages), len(outputs), *outputs]
 
     def _code_of_block(self, block: _Block) -> list[int]:
@@ -980,7 +935,7 @@ class _Lowering:
         return [*code, len(calls), *code_of_all]
 
     def _counted_by(self, block: _Block) -> tuple[int, int]:
-        """Number of an array that has as many rows as the block has tokens, and the numbers in a row."""
+        """Number of an array that has a row for each of the block's tokens, and the size of a row."""
         for source in block.loaded:
             assert source.array is not None
             return source.array, source.count
@@ -1003,8 +958,6 @@ def _of_token(value: Tensor) -> tuple[Shape, str]:
     if not dims:
         return tuple(int(size) for size in value.shape), ""
     factor, symbols = split_open([value.shape[dim] for dim in dims])
-    if not factor:
-        raise CannotBeLowered(f"{tuple(value.shape)} has a size that is no product")
     if dims != list(range(dims[0], dims[-1] + 1)):
         raise CannotBeLowered(f"{tuple(value.shape)} has tokens in dimensions that are apart")
     shape = [1 if dim in dims else int(size) for dim, size in enumerate(value.shape)]
@@ -1019,9 +972,7 @@ def _rows_come_first(value: Tensor) -> bool:
 
 
 def _keeps_rows(before: Tensor, after: Tensor) -> bool:
-    """True if a reshape keeps the tokens' dimensions and the product of the sizes before them: `[2, 2, tokens, 8]` to
-    `[4, tokens, 8]`.
-    """
+    """True if a reshape keeps the tokens' dimensions and the rows before: `[2, 2, tokens, 8]` to `[4, tokens, 8]`."""
 
     def rows_of(value: Tensor) -> tuple[int, list[int]]:
         dims = open_dims(value)
@@ -1038,121 +989,98 @@ def _own_dim(value: Tensor, dim: Any) -> int:
     return number
 
 
-def _named(method: Callable[[_Lowering, Any, Node], Any], name: Any) -> Callable[[_Lowering, Node], Any]:
+_Method = Callable[[_Lowering, Node], Any]
+
+
+def _named(method: Callable[[_Lowering, Any, Node], Any], name: Any) -> _Method:
     return lambda lowering, node: method(lowering, name, node)
 
 
-_NAMED: dict[str, Callable[[_Lowering, Node], Any]] = {
-    "aten.dropout.default": _Lowering._kept,
-    "aten.pow.Tensor_Scalar": _Lowering._power,
-    "aten.gelu.default": _Lowering._gelu,
-    "aten.square.default": _Lowering._square,
-    "aten.softplus.default": _Lowering._softplus,
-    "aten.mish.default": _Lowering._mish,
-    "aten.leaky_relu.default": _Lowering._leaky,
-    "aten.hardtanh.default": lambda lowering, node: lowering._bounded(node, (*node.args[1:], -1.0, 1.0)[:2]),
-    "aten.relu6.default": lambda lowering, node: lowering._bounded(node, (0.0, 6.0)),
-    "aten.clamp.default": _Lowering._clamp,
-    "aten.clamp.Tensor": _Lowering._clamp,
-    "aten.clamp_.default": _Lowering._clamp_in_place,
-    "aten.masked_fill.Scalar": _Lowering._selected_by,
-    "aten.where.self": _Lowering._where,
-    "aten.where.ScalarOther": _Lowering._where,
-    "aten.where.ScalarSelf": _Lowering._where,
-    "aten.gt.Scalar": _named(_Lowering._binary, "greater"),
-    "aten.gt.Tensor": _named(_Lowering._binary, "greater"),
-    "aten.lt.Scalar": _Lowering._less,
-    "aten.lt.Tensor": _Lowering._less,
-    "aten.ge.Scalar": lambda lowering, node: lowering._not(lowering._less(node)),
-    "aten.ge.Tensor": lambda lowering, node: lowering._not(lowering._less(node)),
-    "aten.le.Scalar": lambda lowering, node: lowering._not(lowering._binary("greater", node)),
-    "aten.le.Tensor": lambda lowering, node: lowering._not(lowering._binary("greater", node)),
-    "aten.logical_and.default": _named(_Lowering._binary, "mul"),
-    "aten.multiply.Tensor": _named(_Lowering._binary, "mul"),
-    "aten.bitwise_not.default": _Lowering._inverted,
-    "aten.logical_not.default": _Lowering._inverted,
-    "aten.zeros_like.default": _Lowering._zeros,
-    "aten.ones.default": _named(_Lowering._filled, 1),
-    "aten.ones_like.default": _named(_Lowering._filled, 1),
-    "aten.zeros.default": _named(_Lowering._filled, 0),
-    "aten.full.default": _named(_Lowering._filled, None),
-    "aten.full_like.default": _named(_Lowering._filled, None),
-    "aten.matmul.default": _Lowering._small_product,
-    "aten.new_empty.default": _Lowering._empty,
-    "aten.copy_.default": _Lowering._written,
-    "aten.fill_.Scalar": _Lowering._written,
-    "aten.fill_.Tensor": _Lowering._written,
-    "aten.scatter.value": _Lowering._scattered,
-    "aten.scatter_.value": _Lowering._scattered_in_place,
-    "aten.max.dim": _Lowering._largest_one,
-    "aten.concat.default": _Lowering._concatenated,
-    "aten.clamp_min.default": lambda lowering, node: lowering._binary("maximum", node),
-    "aten.clamp_max.default": lambda lowering, node: lowering._binary("minimum", node),
-    "aten.mean.dim": _named(_Lowering._reduced, "mean"),
-    "aten.sum.dim_IntList": _named(_Lowering._reduced, "sum"),
-    "aten.softmax.int": _Lowering._softmax,
-    "aten.topk.default": _Lowering._topk,
-    "aten.gather.default": _Lowering._gather,
-    "aten.layer_norm.default": _Lowering._layer_norm,
-    "aten.rms_norm.default": _Lowering._rms_norm,
-    "aten.embedding.default": _Lowering._embedding,
-    "aten.index.Tensor": _Lowering._picked,
-    "aten.transpose.int": _Lowering._swapped,
-    "aten.permute.default": _Lowering._permuted,
-    "aten.unsqueeze.default": _Lowering._unsqueezed,
-    "aten.squeeze.dim": _Lowering._squeezed,
-    "aten.log1p.default": _Lowering._log1p,
-    "aten.expm1.default": _Lowering._expm1,
-    "aten.linalg_vector_norm.default": _Lowering._vector_norm,
-    "aten.slice.Tensor": _Lowering._sliced,
-    "aten.select.int": _Lowering._selected,
-    "aten.expand.default": _Lowering._expand,
-    "aten.expand_as.default": _Lowering._expand,
-    "aten.repeat_interleave.self_int": _Lowering._repeated,
-    "aten.repeat.default": _Lowering._tiled,
-    "aten.cat.default": _Lowering._concatenated,
-    "aten.concatenate.default": _Lowering._concatenated,
-    "aten.stack.default": _Lowering._stacked,
-    "specdec.linear.default": _Lowering._linear,
-    "specdec.quantized_linear.default": _Lowering._quantized_linear,
-    "specdec.experts_linear.default": _Lowering._experts_linear,
-    "specdec.paged_attention.default": _Lowering._paged_attention,
-    "specdec.all_reduce.default": _Lowering._all_reduce,
-    "specdec.gather_columns.default": _Lowering._columns,
-    "specdec.own_columns.default": _Lowering._columns,
-    "specdec.own_embeddings.default": _Lowering._own_embeddings,
-    "specdec.quantized_rows.default": _Lowering._quantized_rows,
-    "specdec.short_conv.default": _Lowering._short_conv,
-    "specdec.linear_attention.default": _Lowering._linear_attention,
-    "specdec.selective_scan.default": _Lowering._selective_scan,
+def _in_place(method: _Method) -> _Method:
+    """The method of an operation that writes its result into its first input."""
+    return lambda lowering, node: lowering._overwrite(node, method(lowering, node))
+
+
+_OF_TORCH: tuple[tuple[_Method, str], ...] = (
+    *((_named(_Lowering._unary, name), name) for name in ("neg", "abs", "sqrt", "rsqrt", "exp", "log", "floor")),
+    *((_named(_Lowering._unary, name), name) for name in ("sin", "cos", "tanh", "sigmoid", "silu", "relu")),
+    *((_named(_Lowering._binary, name), f"{name}.Tensor") for name in ("add", "sub", "mul", "div")),
+    *((_in_place(_named(_Lowering._binary, name)), f"{name}_.Tensor") for name in ("add", "sub", "mul", "div")),
+    (_named(_Lowering._binary, "mul"), "multiply.Tensor logical_and"),
+    (_named(_Lowering._binary, "maximum"), "maximum max.other clamp_min"),
+    (_named(_Lowering._binary, "minimum"), "minimum min.other clamp_max"),
+    (_named(_Lowering._binary, "greater"), "gt.Scalar gt.Tensor"),
+    (_Lowering._less, "lt.Scalar lt.Tensor"),
+    (lambda lowering, node: lowering._not(lowering._less(node)), "ge.Scalar ge.Tensor"),
+    (lambda lowering, node: lowering._not(lowering._binary("greater", node)), "le.Scalar le.Tensor"),
+    (_Lowering._inverted, "bitwise_not logical_not"),
+    (_Lowering._where, "where.self where.ScalarOther where.ScalarSelf"),
+    (_Lowering._selected_by, "masked_fill.Scalar"),
+    (_Lowering._clamp, "clamp clamp.Tensor"),
+    (_in_place(_Lowering._clamp), "clamp_"),
+    (lambda lowering, node: lowering._bounded(node, (*node.args[1:], -1.0, 1.0)[:2]), "hardtanh"),
+    (lambda lowering, node: lowering._bounded(node, (0.0, 6.0)), "relu6"),
+    (_Lowering._power, "pow.Tensor_Scalar"),
+    (_Lowering._square, "square"),
+    (_Lowering._log1p, "log1p"),
+    (_Lowering._expm1, "expm1"),
+    (_Lowering._gelu, "gelu"),
+    (_Lowering._mish, "mish"),
+    (_Lowering._leaky, "leaky_relu"),
+    (_Lowering._softplus, "softplus"),
+    (_named(_Lowering._reduced, "mean"), "mean.dim"),
+    (_named(_Lowering._reduced, "sum"), "sum.dim_IntList"),
+    (_Lowering._vector_norm, "linalg_vector_norm"),
+    (_Lowering._softmax, "softmax.int"),
+    (_Lowering._topk, "topk"),
+    (_Lowering._largest_one, "max.dim"),
+    (_Lowering._gather, "gather"),
+    (_Lowering._scattered, "scatter.value"),
+    (_in_place(_Lowering._scattered), "scatter_.value"),
+    (_Lowering._small_product, "matmul"),
+    (_Lowering._layer_norm, "layer_norm"),
+    (_Lowering._rms_norm, "rms_norm"),
+    (_Lowering._embedding, "embedding"),
+    (_Lowering._picked, "index.Tensor"),
+    (_Lowering._kept, "dropout"),
+    (_Lowering._alias, "alias detach contiguous clone lift_fresh"),
+    (_Lowering._converted, "to.dtype to.dtype_layout to.device to.other type_as _to_copy"),
+    (_named(_Lowering._filled, 1), "ones ones_like"),
+    (_named(_Lowering._filled, 0), "zeros"),
+    (_named(_Lowering._filled, None), "full full_like"),
+    (_Lowering._zeros, "zeros_like"),
+    (_Lowering._empty, "new_empty"),
+    (_Lowering._written, "copy_ fill_.Scalar fill_.Tensor"),
+    (_Lowering._reshaped, "reshape view flatten.using_ints _unsafe_view unflatten.int view_as"),
+    (_Lowering._swapped, "transpose.int"),
+    (_Lowering._permuted, "permute"),
+    (_Lowering._unsqueezed, "unsqueeze"),
+    (_Lowering._squeezed, "squeeze.dim"),
+    (_Lowering._sliced, "slice.Tensor"),
+    (_Lowering._selected, "select.int"),
+    (_Lowering._split, "split_with_sizes split.Tensor chunk"),
+    (_Lowering._expand, "expand expand_as"),
+    (_Lowering._repeated, "repeat_interleave.self_int"),
+    (_Lowering._tiled, "repeat"),
+    (_Lowering._concatenated, "cat concat concatenate"),
+    (_Lowering._stacked, "stack"),
+)
+"""Method for operations of torch, by their names in ATen; a name without an overload stands for `default`."""
+_OURS: tuple[tuple[_Method, str], ...] = (
+    (_Lowering._linear, "linear quantized_linear"),
+    (_Lowering._experts_linear, "experts_linear"),
+    (_Lowering._paged_attention, "paged_attention"),
+    (_Lowering._collective, "all_reduce gather_columns own_columns"),
+    (_Lowering._own_embeddings, "own_embeddings"),
+    (_Lowering._quantized_rows, "quantized_rows"),
+    (_Lowering._short_conv, "short_conv"),
+    (_Lowering._linear_attention, "linear_attention"),
+    (_Lowering._selective_scan, "selective_scan"),
+)
+"""Method for our own operations."""
+_METHODS = {
+    f"{library}.{name}" if "." in name else f"{library}.{name}.default": method
+    for library, table in (("aten", _OF_TORCH), ("specdec", _OURS))
+    for method, names in table
+    for name in names.split()
 }
-
-
-def _methods() -> dict[str, Callable[[_Lowering, Node], Any]]:
-    methods = dict(_NAMED)
-    for name in ("neg", "abs", "sqrt", "rsqrt", "exp", "log", "floor", "sin", "cos", "tanh", "sigmoid", "silu", "relu"):
-        methods[f"aten.{name}.default"] = _named(_Lowering._unary, name)
-    for name in ("add", "sub", "mul", "div"):
-        methods[f"aten.{name}.Tensor"] = _named(_Lowering._binary, name)
-        methods[f"aten.{name}_.Tensor"] = _named(_Lowering._in_place, name)
-    for name, ours in (("min.other", "minimum"), ("max.other", "maximum")):
-        methods[f"aten.{name}"] = methods[f"aten.{ours}.default"] = _named(_Lowering._binary, ours)
-    for name in ("alias", "detach", "contiguous", "clone", "lift_fresh"):
-        methods[f"aten.{name}.default"] = _Lowering._alias
-    for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "type_as.default", "_to_copy.default"):
-        methods[f"aten.{name}"] = _Lowering._converted
-    for name in (
-        "reshape.default",
-        "view.default",
-        "flatten.using_ints",
-        "_unsafe_view.default",
-        "unflatten.int",
-        "view_as.default",
-    ):
-        methods[f"aten.{name}"] = _Lowering._reshaped
-    for name in ("split_with_sizes.default", "split.Tensor", "chunk.default"):
-        methods[f"aten.{name}"] = _Lowering._split
-    return methods
-
-
-_METHODS = _methods()

@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ class CompiledStep:
             flush_denormals_of_openmp()
         # Or sizes that are equal in the first call would have to be equal in all.
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with _compiler_cache(self.cache_dir), equal_by_chance, instructions_looked_up(), named_compiler():
+        with _compiler_settings(self.cache_dir), equal_by_chance, instructions_looked_up():
             padded = pad_to_min_2(batch)
             output: StepOutput = self._compiled(*padded.tensors(), *pools, *states)
         logits = logits_of(output)[: len(batch.logit_indices)]
@@ -59,31 +59,24 @@ class CompiledStep:
 
 
 @contextmanager
-def _compiler_cache(cache_dir: Path) -> Iterator[None]:
-    """Have Inductor keep its cache in `cache_dir` within the block; it reads the place from an environment variable,
-    and nowhere else.
+def _compiler_settings(cache_dir: Path) -> Iterator[None]:
+    """Have Inductor keep its cache in `cache_dir` within the block, and use the compiler that compiles the kernels.
 
-    Headers are not precompiled: Inductor would do that in every process, needed or not.
+    Inductor reads the place from an environment variable, and nowhere else. It takes an empty CXX for a compiler's
+    name. Headers are not precompiled: Inductor would do that in every process, needed or not.
     """
+    settings = {"cpp_cache_precompile_headers": False, "cpp.cxx": (None, cxx_compiler())}
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     os.environ[name] = str(cache_dir)
     try:
-        with torch._inductor.config.patch(cpp_cache_precompile_headers=False):
+        with torch._inductor.config.patch(settings):
             yield
     finally:
         if before is None:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def named_compiler() -> AbstractContextManager[None]:
-    """Have Inductor use the compiler that compiles the kernels. By itself Inductor takes an empty CXX for a compiler's
-    name.
-    """
-    patched: AbstractContextManager[None] = torch._inductor.config.patch({"cpp.cxx": (None, cxx_compiler())})
-    return patched
 
 
 @contextmanager
@@ -97,7 +90,7 @@ def instructions_looked_up() -> Iterator[None]:
         command = [*shlex.split(cxx_compiler()), *flags, "-fsyntax-only", "-x", "c++", os.devnull]
         return subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
-    from torch._inductor.cpu_vec_isa import VecISA  # only to build
+    from torch._inductor.cpu_vec_isa import VecISA  # an `aot` engine needs none of Inductor
 
     before = VecISA.check_build
     VecISA.check_build = knows  # type: ignore[assignment, method-assign]

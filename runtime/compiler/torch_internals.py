@@ -1,7 +1,7 @@
 """Private API of torch that building uses.
 
-It is looked up before a build. Another version of torch may lack a name, and building would fail somewhere in the
-middle.
+Another version of torch may lack a name, and a build would fail somewhere in the middle. So the names are looked up
+before a build, unless torch has the version that was tested.
 """
 
 import pkgutil
@@ -41,9 +41,7 @@ PRIVATE = (
 
 
 def check_torch() -> None:
-    """`check_names`, if this is not the version of torch that was tested. The check imports all of Inductor, so it is
-    not made otherwise.
-    """
+    """`check_names`, which imports all of Inductor, unless torch has the version that was tested."""
     if not torch.__version__.startswith(f"{_TESTED}."):
         check_names()
 

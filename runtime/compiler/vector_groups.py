@@ -1,7 +1,7 @@
 """Groups of vector operations that are carried out as one (`csrc/vector_groups.h`), with the same bits as alone.
 
-They are found by their computation: norms, rotary embeddings, gates, and sums. A group reads the outputs of a kernel
-directly from its arrays, and writes its own outputs where the next kernel reads them.
+They are found by their computation: norms, rotary embeddings, gates, and sums. Where it can, a group reads a kernel's
+outputs directly from their arrays, and writes its own outputs into the array that the next kernel reads.
 """
 
 from collections.abc import Sequence as Seq
@@ -34,9 +34,7 @@ def grouped(calls: Seq[Call]) -> tuple[list[Call], Rows]:
 
 
 class _Calls:
-    """A block's operations, indexed by the sources that they write and read. A source is written completely before it
-    is read.
-    """
+    """A block's operations by the sources that they write and read. A source is written before it is read."""
 
     def __init__(self, calls: Seq[Call]) -> None:
         self.calls = list(calls)
@@ -61,9 +59,7 @@ class _Calls:
         self._know(group)
 
     def maker(self, view: View, name: str, *, num_readers: int = 1) -> Call | None:
-        """The call that computes the view, if it is the operation `name`, writes the whole view, and the view has
-        `num_readers` readers; otherwise None.
-        """
+        """The call that writes the whole view, if it is the operation `name` and `num_readers` calls read it."""
         source = view.source
         if source is None or len(self.readers.get(source, [])) != num_readers or not _each_once(view).is_whole():
             return None
@@ -72,9 +68,7 @@ class _Calls:
         return makers[0] if is_all and makers[0].name == name else None
 
     def replace_sums(self) -> None:
-        """Replace each addition whose views lie densely along the last dimension by the operation that reads and writes
-        arrays.
-        """
+        """Replace additions along dense last dimensions by the operation that reads and writes arrays."""
         for call in self.calls:
             if call.name == "add" and _is_along_last([call.out, *call.operands]) and has_loops(call):
                 call.name = "add_arrays"
@@ -263,11 +257,9 @@ def _rotary(block: _Calls, last: Call) -> _Found | None:
         return None
     for one, other in _orders(last):
         along, across = block.maker(one, "mul"), block.maker(other, "mul")
-        if (
-            along is None
-            or across is None
-            or any((c.sizes, c.dtype) != (last.sizes, last.dtype) for c in (along, across))
-        ):
+        if along is None or across is None:
+            continue
+        if any((product.sizes, product.dtype) != (last.sizes, last.dtype) for product in (along, across)):
             continue
         for x, cosine in _orders(along):
             for turned, sine in _orders(across):
@@ -278,9 +270,7 @@ def _rotary(block: _Calls, last: Call) -> _Found | None:
 
 
 def _halves_swapped(block: _Calls, turned: View, x: View) -> list[Call]:
-    """The operations that put the second half of x, negated, before its first half; empty if `turned` is made
-    otherwise.
-    """
+    """The operations that put the second half of x, negated, before its first half; empty for another `turned`."""
     source, size = turned.source, x.shape[-1]
     if source is None or size % 2 or len(block.readers.get(source, [])) != 1 or not _each_once(turned).is_whole():
         return []

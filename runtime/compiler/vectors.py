@@ -33,9 +33,11 @@ _SCRATCH, _ARRAY = 0, 3
 _ALONG_LAST = {"sum", "mean", "softmax", "topk", "gather", "scatter", *GROUPS}
 _MADE_ELSEWHERE = {"load", "pick", "store", "embed"}
 ELEMENTWISE = {*OPERATIONS} - _ALONG_LAST - _MADE_ELSEWHERE - {"select"}
-"""Operations whose elements depend on the same element of their operands alone, so that the result may overwrite an
-operand.
-"""
+"""Operations that read only the same element of their operands: the result may overwrite an operand."""
+_HEAVY = {"silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "softplus", "exp", "softmax", "topk", *GROUPS} - {
+    "add_arrays"
+}
+_SLOW = {"sin", "cos", "pow", "log"}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHT, NUMBER = 1, 2
 """Kinds of constants: see `View.constant`."""
@@ -44,7 +46,7 @@ Shape = tuple[int, ...]
 
 
 class CannotBeLowered(NoTokenProgram):
-    """A graph has an operation that token programs lack, or lack in this form."""
+    """A graph has an operation that token programs lack, or that they lack in this form."""
 
 
 @dataclass(eq=False)
@@ -84,18 +86,9 @@ class View:
         count = math.prod(self.shape)
         return self.source is not None and self.offset == 0 and count == self.source.count and self.is_dense()
 
-    def overlaps(self, other: "View") -> bool:
-        """True if both views may show the same number."""
-        ends = [one.offset + _extent(one.shape, one.strides) for one in (self, other)]
-        return self.source is other.source and self.offset < ends[1] and other.offset < ends[0]
-
     def is_dense(self) -> bool:
         dense = strides_of(self.shape)
         return all(size == 1 or own == other for size, own, other in zip(self.shape, self.strides, dense, strict=True))
-
-
-def _extent(shape: Shape, strides: Shape) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def strides_of(shape: Shape) -> Shape:
@@ -117,6 +110,9 @@ class Call:
     operands: "list[View]"
     sizes: Shape
     number: int = 0
+    """Number of the array of a load, pick or store; of the table's weight of an `embed`; of the constant that is a
+    norm's epsilon. Of a `topk` the k.
+    """
     rounds_within: bool = False
     """True for a group that rounds the operand of its last operation."""
 
@@ -164,38 +160,18 @@ Rows = Mapping[Source, tuple[int, int]]
 
 
 def cost_of(call: Call) -> int:
-    """A call's cost in elements touched. An element of a function such as `exp` counts 8 times, of `sin`, `cos`, `pow`
-    and `log` 64 times.
-    """
-    heavy = {
-        "silu",
-        "gelu",
-        "gelu_tanh",
-        "tanh",
-        "sigmoid",
-        "softplus",
-        "exp",
-        "softmax",
-        "topk",
-        "rotary",
-        "rms_norm",
-        "layer_norm",
-    }
-    heavy |= {name for name in GROUPS if name.startswith("gate")}
-    slow = {"sin", "cos", "pow", "log"}
-    return math.prod(call.sizes) * (8 if call.name in heavy else 64 if call.name in slow else 1)
+    """A call's cost in elements. An element counts 8 times for functions like `exp`, 64 times for `sin` or `pow`."""
+    return math.prod(call.sizes) * (8 if call.name in _HEAVY else 64 if call.name in _SLOW else 1)
 
 
 def code_of_calls(calls: Seq[Call], rows: Rows) -> tuple[list[int], int]:
-    """The operations' code, and the size of a token's memory that they need."""
+    """The operations' code, and the size of the memory that they need for a token, in float32 numbers."""
     places, num_floats = _placed(calls, rows)
     return [number for call in calls for number in _code_of_call(call, places, rows)], num_floats
 
 
 def _placed(calls: Seq[Call], rows: Rows) -> tuple[dict[Source, int], int]:
-    """The place of each source in a token's memory, and the memory's size. A place is given to another source when its
-    own is not read again.
-    """
+    """The place of each source in a token's memory, used again when it is free, and the memory's size in numbers."""
     last: dict[Source, int] = {}
     for number, call in enumerate(calls):
         for view in (call.out, *call.operands):
@@ -225,9 +201,7 @@ def _placed(calls: Seq[Call], rows: Rows) -> tuple[dict[Source, int], int]:
 
 
 def _overwritten(call: Call, over: list[Source]) -> Source | None:
-    """A source in whose memory an elementwise operation can write its result, since nothing reads it again; None if
-    there is none.
-    """
+    """A source that nothing reads again, in whose memory an elementwise operation can write its result; or None."""
     if call.name not in ELEMENTWISE or call.out is None or not call.out.is_whole():
         return None
     for view in call.operands:
@@ -275,7 +249,10 @@ def has_loops(call: Call) -> bool:
 
 
 def _loops(shape: Shape, strides: Seq[Shape], *, keeps_last: bool) -> tuple[Shape, list[Shape]]:
-    """The call with its dimensions merged into at most three loops; dimensions merge where all operands allow it."""
+    """Sizes [3] of the loops through an operation's elements, and for each operand its strides [3]. Dimensions are
+    merged where all operands allow it; with `keeps_last` the last one stays the innermost loop. Raises CannotBeLowered
+    if more than three loops are left.
+    """
     dims = [(size, tuple(one[i] for one in strides)) for i, size in enumerate(shape)]
     last = dims.pop() if keeps_last else None
     merged: list[tuple[int, tuple[int, ...]]] = []

@@ -1,8 +1,8 @@
 """Answers that were given before, and the marks by which a prompt finds the answer to the same or a similar prompt.
 
-The marks are digests of the whole prompt, of its last 64 tokens, and of 32 of its pieces of three tokens: those with
-the smallest hashes, of which two prompts share many if most of their text is the same (Broder 1997). A wrong match does
-no harm: an old answer is only a draft, which the model verifies.
+The marks are digests of the whole prompt and of its last 64 tokens, and hashes of 32 pieces of three tokens: of all
+such pieces in its last 1,024 tokens, the 32 smallest hashes, of which two prompts share many if most of their text is
+the same (Broder 1997). A wrong match does no harm: an old answer is only a draft, which the model verifies.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ _PIECE_BYTES = 8
 _NUM_PIECES, _LONGEST_READ = 32, 1024
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 _GREEDY = {"temperature": 0.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "random_seed": 0, "return_index": 0}
-"""Sampling settings on which greedy answers do not depend."""
+"""Values recorded in place of the settings on which greedy answers do not depend."""
 _SHORTEST = 2
 """Least number of tokens of an answer that is worth keeping: a draft of a single token hardly saves a step."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Digests of a request. `tail` is empty if the prompt has no more tokens than the tail."""
+    """Digests of a request. `tail` is empty if the prompt has at most `TAIL` tokens."""
 
     prompt: bytes
     tail: bytes
     pieces: bytes
-    """Digests of pieces of three tokens, 8 bytes each."""
+    """Hashes of pieces of three tokens, 8 bytes each."""
     way: bytes
     """Digest of the way in which tokens are chosen: greedily, or by which seed and settings."""
 
@@ -58,7 +58,7 @@ class Answer:
 
     @staticmethod
     def of(sequence: Sequence, marks: Marks) -> "Answer | None":
-        """The answer of a request that ended or was aborted; None if it is too short to keep."""
+        """The sequence's output so far as an answer; None if it is too short to keep."""
         if sequence.num_generated < _SHORTEST:
             return None
         return Answer(marks, np.asarray(sequence.output_tokens, "<u4").tobytes())
@@ -72,7 +72,7 @@ class Answer:
 
 
 def _pieces(tokens: "np.ndarray[tuple[int], np.dtype[np.uint32]]") -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
-    """The smallest hashes of the pieces of three tokens, sorted."""
+    """The 32 smallest hashes of the pieces of three tokens, without repetitions, sorted."""
     ids = tokens.astype(np.uint64)
     hashes = sum((ids[i : len(ids) - 2 + i] * np.uint64(factor) for i, factor in enumerate(_FACTORS)), np.uint64(0))
     hashes = np.atleast_1d(hashes)

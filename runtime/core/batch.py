@@ -14,7 +14,9 @@ from runtime.core.kv_cache import NULL_BLOCK
 from runtime.core.request import Sequence
 
 _ROW_CONTEXT, _CONTEXT_STEP = 4096, 256
-"""Context length at which attention reads as many K/V again for a further row as the row costs otherwise."""
+"""Context length at which the K/V that a row reads cost as much as one more token in the row; and the step to which
+context lengths are rounded down, so that few widths are computed.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,15 @@ def generation_row(sequence: Sequence, draft_tokens: Seq[int]) -> Row:
 
 
 def context_row(sequence: Sequence, num_tokens: int) -> Row:
-    """A row with the next `num_tokens` of a long uncomputed tail. It asks for one logit, since a step returns at least
-    one.
+    """A row with the next `num_tokens` of a long uncomputed tail. It asks for the logits of the last of these tokens,
+    since a step returns the logits of at least one token.
     """
     start = sequence.num_computed
     return Row(sequence.tokens[start : start + num_tokens], start, sequence.block_table, 1, sequence.state_slot)
 
 
 def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
-    """The batch of these rows. It is made from lists: a step has few tokens, and a dozen operations on small tensors
-    would be slower.
-    """
+    """The batch of these rows, made from lists: a step has few tokens, and operations on small tensors are slower."""
     Q = max(len(row.tokens) for row in rows)
     N = max(-(-(row.start + len(row.tokens)) // block_size) for row in rows)
     positions: list[list[int]] = []
@@ -84,21 +84,14 @@ def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
     input_ids = [_padded(row.tokens, Q, 0) for row in rows]
     block_tables = [_padded(row.block_table[:N], N, NULL_BLOCK) for row in rows]
     fields = (input_ids, positions, slots, block_tables, logit_indices)
-    batch = Batch(*(torch.from_numpy(np.array(values, dtype=np.int64)) for values in fields))
-    if device.type == "cpu":
-        return batch
-    return Batch(*(tensor.to(device) for tensor in batch.tensors()))
+    return Batch(*(torch.from_numpy(np.array(values, dtype=np.int64)).to(device) for values in fields))
 
 
 def split_long_rows(rows: Seq[Row]) -> Seq[Row]:
-    """The rows; a long row is split into several if that leaves less padding: rows of 11, 1 and 1 tokens become 13 rows
-    of one token.
-    """
-    lengths = sorted(len(row.tokens) for row in rows)
-    if lengths[0] == lengths[-1]:
-        return rows
+    """The rows, split if that leaves less padding: rows of 11, 1 and 1 tokens become 13 rows of one token."""
+    lengths = tuple(sorted(len(row.tokens) for row in rows))
     context_len = max(row.start for row in rows)
-    width = folded_width(tuple(lengths), context_len // _CONTEXT_STEP * _CONTEXT_STEP)
+    width = folded_width(lengths, context_len // _CONTEXT_STEP * _CONTEXT_STEP)
     if all(len(row.tokens) <= width for row in rows):
         return rows
     return [piece for row in rows for piece in _pieces(row, width)]
@@ -107,15 +100,15 @@ def split_long_rows(rows: Seq[Row]) -> Seq[Row]:
 @lru_cache(maxsize=4096)
 def folded_width(lengths: tuple[int, ...], context_len: int) -> int:
     """Tokens of the longest row after folding rows of these lengths. Rows of equal length stay as they are."""
-    longest, row_cost = max(lengths), context_len / _ROW_CONTEXT
+    longest = max(lengths)
     if longest == min(lengths):
         return longest
-    return min(range(longest, 0, -1), key=lambda width: _folded_height(lengths, width) * (width + row_cost))
 
+    def cost(width: int) -> float:
+        num_rows = sum(-(-length // width) for length in lengths)
+        return num_rows * (width + context_len / _ROW_CONTEXT)
 
-def _folded_height(lengths: Seq[int], width: int) -> int:
-    """Number of rows after folding them to at most `width` tokens."""
-    return sum(-(-length // width) for length in lengths)
+    return min(range(longest, 0, -1), key=cost)
 
 
 def _pieces(row: Row, width: int) -> Iterator[Row]:

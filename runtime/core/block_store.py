@@ -40,6 +40,10 @@ _SPARE_PAGES = 16
 _TOKEN_BYTES = 4
 _BUSY_S, _WRITER_BUSY_S = 1.0, 20.0
 _AT_ONCE = 16
+_PRAGMAS = (
+    *("cell_size_check=ON", "mmap_size=0", "journal_mode=TRUNCATE", "synchronous=NORMAL"),
+    *("cache_spill=OFF", "cache_size=-4000"),
+)
 _TABLES = """
 CREATE TABLE settings(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE owners(id INTEGER PRIMARY KEY AUTOINCREMENT, engine TEXT NOT NULL, owner TEXT NOT NULL,
@@ -99,7 +103,7 @@ class Found:
 
 @dataclass(frozen=True)
 class StoredEngine:
-    """Content of a directory that belongs to one engine."""
+    """The K/V in a directory that belong to one engine."""
 
     digest: str
     model: str
@@ -123,8 +127,8 @@ class BlockStore:
 
     `max_bytes` None keeps the limit that the directory was given last, or else `usual_bytes`. With `renews` a damaged
     database is replaced by an empty one; otherwise Damaged is raised. Opening raises SpecDecError for a fault that a
-    user must mend, such as a file that is no database of specdec's, which stays as it is. Later methods raise Damaged
-    or Unwritable, and find nothing while another process writes.
+    user must mend, such as a file that is no database of specdec's, which stays as it is. Later methods raise Damaged,
+    Unwritable, or, if another process writes for too long, TimeoutError.
     """
 
     def __init__(
@@ -180,27 +184,23 @@ class BlockStore:
             raise
 
     def _set_up(self) -> None:
-        with self._cannot_open_errors(), self._errors():
-            execute = self._db.execute
-            self._check_is_ours(or_empty=True)  # before anything is changed
-            if not self.is_read_only:
-                execute(f"PRAGMA page_size={_PAGE_BYTES}")
-                execute("PRAGMA auto_vacuum=INCREMENTAL")
-            for pragma in ("cell_size_check=ON", "mmap_size=0", "journal_mode=TRUNCATE", "synchronous=NORMAL"):
-                execute(f"PRAGMA {pragma}")
-            for pragma in ("cache_spill=OFF", "cache_size=-4000"):
-                execute(f"PRAGMA {pragma}")
-            if not self.is_read_only:
-                self._make_tables()
-            self._check_is_ours()
-            self._settle_limit()
-            self._page_bytes = int(self._one("PRAGMA page_size"))
-            execute(f"PRAGMA busy_timeout={int(_BUSY_S * 1000)}")
+        try:
+            with self._errors():
+                self._check_is_ours(or_empty=True)  # before anything is changed
+                at_first = () if self.is_read_only else (f"page_size={_PAGE_BYTES}", "auto_vacuum=INCREMENTAL")
+                for pragma in (*at_first, *_PRAGMAS):
+                    self._db.execute(f"PRAGMA {pragma}")
+                if not self.is_read_only:
+                    self._make_tables()
+                self._check_is_ours()
+                self._settle_limit()
+                self._page_bytes = int(self._one("PRAGMA page_size"))
+                self._db.execute(f"PRAGMA busy_timeout={int(_BUSY_S * 1000)}")
+        except (Unwritable, TimeoutError) as error:
+            raise self._cannot_open(str(error)) from None
 
     def _begins_as_database(self) -> bool:
-        """True for a file of SQLite, cut off or not. Closing the file drops this process's locks on it, so call this
-        only if SQLite could not read it.
-        """
+        """True for a file of SQLite, cut off or not. Only if SQLite cannot read it: closing the file drops locks."""
         with self.path.open("rb") as file:
             return _HEADER.startswith(file.read(len(_HEADER)))
 
@@ -280,13 +280,6 @@ class BlockStore:
         )
 
     @contextmanager
-    def _cannot_open_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (Unwritable, TimeoutError) as error:
-            raise self._cannot_open(str(error)) from None
-
-    @contextmanager
     def _errors(self) -> Iterator[None]:
         """Turn SQLite's errors into ours: Damaged, Unwritable, or TimeoutError while another process writes."""
         try:
@@ -356,14 +349,20 @@ class BlockStore:
             yield self._db
 
     @contextmanager
-    def writing(self, num_bytes: int) -> Iterator[sqlite3.Connection]:
-        """The database in a transaction, with room for `num_bytes`. Unwritable if there is no room."""
+    def _writing(self) -> Iterator[None]:
+        """A transaction that waits for other processes that write."""
         with self._errors():
             self._db.execute(f"PRAGMA busy_timeout={int(_WRITER_BUSY_S * 1000)}")
             with self._transaction():
-                if not self._make_room(num_bytes, time.time_ns()):
-                    raise Unwritable("the limit is too small")
-                yield self._db
+                yield
+
+    @contextmanager
+    def writing(self, num_bytes: int) -> Iterator[sqlite3.Connection]:
+        """The database in a transaction, with room for `num_bytes`. Unwritable if there is no room."""
+        with self._writing():
+            if not self._make_room(num_bytes, time.time_ns()):
+                raise Unwritable("the limit is too small")
+            yield self._db
 
     def owner(self, engine: str, salt: str | None) -> Owner:
         """The records of an owner for an engine."""
@@ -409,8 +408,8 @@ class BlockStore:
         return None if row is None else row[0]
 
     def _longest(self, owner: Owner, parent: int, path: int, wanted: bytes, start: int) -> list[Record]:
-        """The record below `parent` that shares most first tokens with `wanted`; None if no record shares any. Among
-        sorted texts, the text that shares most with another stands right before or behind it.
+        """A list of the record below `parent` that shares most first tokens with `wanted`; empty if no record shares
+        any. Among sorted texts, the text that shares most with another stands right before or behind it.
         """
         best: list[Record] = []
         for side, order in (("<=", "DESC"), (">=", "ASC")):
@@ -441,9 +440,7 @@ class BlockStore:
         ]
 
     def read(self, record: Record, names: Seq[str]) -> dict[str, bytes] | None:
-        """The bytes of these parts; None if one is missing. Damaged if the bytes of a part do not match
-        its checksum.
-        """
+        """The bytes of these parts; None if one is missing, Damaged if one does not match its checksum."""
         with self._errors():
             rows = self._db.execute(
                 f"SELECT name, checksum, data FROM parts WHERE block=? AND name IN ({','.join('?' * len(names))})",
@@ -467,27 +464,26 @@ class BlockStore:
     def write(
         self, owner: Owner, before: Seq[int], blocks: Seq[tuple[bytes, Mapping[str, Bytes]]], path: int
     ) -> list[int]:
-        """Write blocks, each below the block before it, behind the records `before`, whose checksum is `path`; returns
-        the new records' ids. Fewer blocks are written if another process has removed `before`, or if there is no room.
+        """Write blocks, each below the block before it, behind the records `before`; returns the ids of the blocks'
+        records. `path` is the checksum over all tokens of `before`. Fewer blocks are written if another process has
+        removed `before`, or if there is no room.
         """
         used, ids = time.time_ns(), list[int]()
-        with self._errors():
-            self._db.execute(f"PRAGMA busy_timeout={int(_WRITER_BUSY_S * 1000)}")
-            with self._transaction():
-                self._db.executemany("UPDATE blocks SET used=? WHERE id=?", [(used, block) for block in before])
-                parent, depth = (before[-1] if before else 0), len(before)
-                if parent and self._db.execute("SELECT 1 FROM blocks WHERE id=?", (parent,)).fetchone() is None:
-                    return []
-                for tokens, parts in blocks:
-                    if not self._make_room(sum(map(len, parts.values())), used):
-                        break
-                    path = zlib.crc32(tokens, path)
-                    parent = self._put(owner, parent, tokens, depth, used)
-                    for name, data in parts.items():
-                        row = (parent, name, _checksum(path, name, data), data)
-                        self._db.execute("INSERT OR REPLACE INTO parts VALUES(?, ?, ?, ?)", row)
-                    ids.append(parent)
-                    depth += 1
+        with self._writing():
+            self._db.executemany("UPDATE blocks SET used=? WHERE id=?", [(used, block) for block in before])
+            parent, depth = (before[-1] if before else 0), len(before)
+            if parent and self._db.execute("SELECT 1 FROM blocks WHERE id=?", (parent,)).fetchone() is None:
+                return []
+            for tokens, parts in blocks:
+                if not self._make_room(sum(map(len, parts.values())), used):
+                    break
+                path = zlib.crc32(tokens, path)
+                parent = self._put(owner, parent, tokens, depth, used)
+                for name, data in parts.items():
+                    row = (parent, name, _checksum(path, name, data), data)
+                    self._db.execute("INSERT OR REPLACE INTO parts VALUES(?, ?, ?, ?)", row)
+                ids.append(parent)
+                depth += 1
         return ids
 
     def _put(self, owner: Owner, parent: int, tokens: bytes, depth: int, used: int) -> int:
@@ -513,9 +509,7 @@ class BlockStore:
         return found.lastrowid
 
     def _make_room(self, num_bytes: int, used: int) -> bool:
-        """Remove the least recently used records, the last blocks of a text first. False if there is not enough room
-        after all others are gone.
-        """
+        """Remove the least recently used records, a text's last blocks first; False if that is not enough."""
         limit = int(self._one("SELECT value FROM settings WHERE name='max_bytes'")) - _SPARE_PAGES * self._page_bytes
         while self._used_bytes() + num_bytes > limit:
             if not self._remove_oldest(used):
@@ -551,12 +545,12 @@ class BlockStore:
             return self._used_bytes()
 
     def knows(self, engine: str) -> bool:
-        """True if there are records of this engine, of any owner."""
+        """True if anything was ever written for this engine, for any owner."""
         with self._errors():
             return self._db.execute("SELECT 1 FROM owners WHERE engine=?", (engine,)).fetchone() is not None
 
     def engines(self) -> list[StoredEngine]:
-        """The engines that have data in the directory, the last used first."""
+        """The engines that have K/V in the directory, the last used first."""
         with self._errors():
             rows = self._db.execute(
                 "SELECT engine, max(model), count(DISTINCT owners.id), "
@@ -566,9 +560,7 @@ class BlockStore:
             return [StoredEngine(digest, model, owners, size, used / 1e9) for digest, model, owners, size, used in rows]
 
     def prune(self, max_bytes: int) -> int:
-        """Remove the least recently used records until at most `max_bytes` are in use, and shrink the file; returns the
-        number of bytes freed.
-        """
+        """Remove the least recently used records until `max_bytes` are in use; returns the bytes that were freed."""
         with self._errors():
             before = self._used_bytes()
             with self._transaction():

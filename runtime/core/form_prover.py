@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from runtime.core.forms import ENDLESS, TOO_DEEP, check_forced_text, reason, start_of, written
 from runtime.util.errors import SpecDecError
@@ -32,19 +32,13 @@ MOST_S, MOST_BYTES = 0.5, 128 << 20
 properties takes 0.1 s and 10 MB.
 """
 MOST_AT_ONCE = 16
-"""Grammars that are compiled on trial at the same time, each in a process. A further grammar ends the oldest of the
-slow processes.
-"""
+"""Grammars compiled on trial at once, each in a process. A further grammar ends the oldest of the slow processes."""
 _FIRST_S = 0.05
-"""Seconds for which a grammar's process has the usual priority. A process that takes longer gives way to the model's
-steps.
-"""
+"""Seconds after which a grammar's process gets a lower priority, so that it gives way to the model's steps."""
 _NICE = 15
 _PATIENCE_S = 60.0
 _STACK_BYTES = 4 << 20
-"""Stack of the thread that compiles on trial: less than the stack of the thread that compiles the grammar afterwards
-(`runtime.core.grammar`).
-"""
+"""Stack of the thread that compiles on trial; `runtime.core.grammar` then compiles with a larger stack."""
 _ENVIRONMENT = {"PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": "1"}
 """Variables of the process: malloc has a single arena. If memory is limited, glibc finds no room for a second arena,
 and each allocation costs a system call.
@@ -142,7 +136,7 @@ class FormProver:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=tuple(files.values()),
-                    env=os.environ | _ENVIRONMENT | {"PYTHONPATH": paths_of_child(), "PYTHONSAFEPATH": "1"},
+                    env=os.environ | _ENVIRONMENT | {"PYTHONPATH": paths_of_child()},
                     process_group=0,  # Ctrl-C is not its to answer
                 )
             except OSError as error:
@@ -154,7 +148,7 @@ class FormProver:
         self._end = weakref.finalize(self, _end, ours, process)
 
     def _ask(self, request: bytes) -> bytes | None:
-        """The process's answer for one grammar: empty if the process was ended, None if no process could be forked."""
+        """The answer for one grammar, with a line's end if it is complete; None if no process took the grammar."""
         ours, theirs = socket.socketpair()
         with ours:
             ours.settimeout(_PATIENCE_S)
@@ -274,7 +268,7 @@ def _try_form(vocabulary: Any, server: socket.socket, taken: int, most_s: float,
     server.close()
     os.close(taken)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if pid := os.fork():  # this process says how the other one ended, where that could not
+    if pid := os.fork():  # the parent answers if the child overflows its stack, and can say nothing itself
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (-signal.SIGSEGV, -signal.SIGBUS):
             asked.sendall(json.dumps({"refused": _OVERFLOWS}).encode() + b"\n")
         return
@@ -290,39 +284,36 @@ def _try_form(vocabulary: Any, server: socket.socket, taken: int, most_s: float,
 
 
 def _limit(most_s: float, most_bytes: int) -> None:
-    signal.setitimer(signal.ITIMER_PROF, most_s)  # of SIGPROF a process ends
+    signal.setitimer(signal.ITIMER_PROF, most_s)  # SIGPROF ends the process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if num_bytes := _memory().all:
+    num_bytes, _ = _memory()
+    if num_bytes:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = num_bytes + most_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-class _Memory(NamedTuple):
-    """Bytes of address space that the process has: all of it, and its data."""
-
-    all: int
-    data: int
-
-
-def _memory() -> _Memory:
-    """The memory of this process; zeros on systems without /proc, where only time is limited."""
+def _memory() -> tuple[int, int]:
+    """Bytes of address space that this process has: all, and of data. Zeros on systems without /proc, where only time
+    is limited.
+    """
     try:
         with open("/proc/self/statm", encoding="utf-8") as file:
             pages = [int(number) for number in file.read().split()]
     except OSError:
-        return _Memory(0, 0)
-    return _Memory(*(pages[i] * resource.getpagesize() for i in (0, 5)))
+        return 0, 0
+    return pages[0] * resource.getpagesize(), pages[5] * resource.getpagesize()
 
 
 def _say(vocabulary: Any, asked: socket.socket, kind: str, text: str) -> None:
-    before = _memory().data
+    _, before = _memory()
     try:
         form = written(kind, text)
         check_forced_text(start_of(vocabulary, form))
         used = resource.getrusage(resource.RUSAGE_SELF)
-        num_bytes = max(_memory().data - before, 0)
-        said: dict[str, Any] = {"written": form, "seconds": used.ru_utime + used.ru_stime, "num_bytes": num_bytes}
+        _, after = _memory()
+        seconds, num_bytes = used.ru_utime + used.ru_stime, max(after - before, 0)
+        said: dict[str, Any] = {"written": form, "seconds": seconds, "num_bytes": num_bytes}
     except MemoryError:
         os._exit(1)
     except RecursionError:

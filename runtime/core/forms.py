@@ -17,9 +17,7 @@ _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 `x-guidance` changes it.
 """
 MOST_FORCED_BYTES = 1 << 14
-"""Most bytes of text that may have only one continuation. A longer text comes from a grammar that never ends, or whose
-every step is slow.
-"""
+"""Most bytes of text with only one continuation; grammars that never end, or are slow at every step, have more."""
 _MOST_LEXER_FUEL = 100_000
 """Limit on llguidance's measure of a grammar's size, enough for 130 KB of a schema's names. With llguidance's own limit
 of a million, a step can take a second, for which all other requests wait.
@@ -51,9 +49,8 @@ def written(kind: str, text: str) -> str:
             return LLMatcher.grammar_from_regex(text)
         case "choice":
             choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
-            return LLMatcher.grammar_from_lark(
-                f"start: CHOICE\nCHOICE: {choices}"
-            )  # a rule would have an item for each
+            # A terminal: a rule would have an item for each choice.
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case "grammar":
             return LLMatcher.grammar_from_lark(any_to_lark(_with_characters(text)))
         case "lark":
@@ -91,9 +88,7 @@ def check_forced_text(start: "LLMatcher") -> None:
 
 
 def reason(text: str) -> str:
-    """A parser's error as a reason in one line of limited length: the last line of an error of `regex`, the first line
-    of others.
-    """
+    """A parser's error as a reason in one line: the last line of an error of `regex`, the first line of others."""
     if "recursion" in text and "exceeded" in text:  # as Python's and Rust's parsers of JSON say it
         return TOO_DEEP
     found = re.search("^error: (.+)$", text, re.MULTILINE)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from runtime.core.request import Sequence
-from runtime.core.stats import FinishReason, LoopTimes, RequestStats, TokenLogprobs, sum_stats
+from runtime.core.stats import FinishReason, LoopTimes, RequestStats, TokenLogprobs, ratio, sum_stats
 from runtime.util.errors import RequestError, SpecDecError
 
 
@@ -51,34 +51,28 @@ class Work:
     num_tokens: int
 
     def speedup_over(self, other: "Work") -> float:
-        """Ratio of the other's time for a token to this time for a token. If both made as many tokens, it is the ratio
-        of wall times.
-        """
+        """Ratio of the other's time for a token to this time; of wall times, if both made as many tokens."""
         return other.wall_s / self.wall_s * (self.num_tokens / other.num_tokens)
 
 
 def total_record(sequences: Seq[Sequence], times: LoopTimes, max_draft_len: int) -> dict[str, Any]:
     """The `total` of a document: counts, rates and times."""
-    stats = [sequence.stats for sequence in sequences]
-    record = sum_stats(stats).counts(max_draft_len)
-    num_tokens = sum(s.num_generated_tokens for s in stats)
+    total = sum_stats(sequence.stats for sequence in sequences)
     return {
         "num_requests": len(sequences),
-        **record,
+        **total.counts(max_draft_len),
         "wall_s": times.wall_s,
-        "output_tokens_per_second": num_tokens / times.wall_s if times.wall_s else None,
+        "output_tokens_per_second": ratio(total.num_generated_tokens, times.wall_s),
         "draft_time_s": times.draft_time_s,
         "draft_model_time_s": times.draft_model_time_s,
         "target_time_s": times.target_time_s,
         "host_time_s": times.host_time_s,
         "num_iterations": times.num_iterations,
-        **{f"{part}_time_per_step_s": _per_step(times, part) for part in ("draft", "draft_model", "target", "host")},
+        **{
+            f"{part}_time_per_step_s": ratio(getattr(times, f"{part}_time_s"), times.num_iterations)
+            for part in ("draft", "draft_model", "target", "host")
+        },
     }
-
-
-def _per_step(times: LoopTimes, part: str) -> float | None:
-    seconds: float = getattr(times, f"{part}_time_s")
-    return seconds / times.num_iterations if times.num_iterations else None
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,7 @@ if TYPE_CHECKING:  # a request without a grammar does not wait for it
 _MOST_COMPILED, _MOST_COMPILED_BYTES, _MOST_REFUSED = 64, 256 << 20, 128
 """Numbers of compiled grammars and of their bytes that are kept, and number of refused grammars that are remembered."""
 MOST_COMPILING, _MOST_SLOW = 32, 8
-"""Grammars that threads may wait for at once: in all, and of the grammars that take longer than `_QUICK_S` seconds of a
-core.
-"""
+"""Grammars that threads may wait for at once: in all, and of those that take more than `_QUICK_S` of a core."""
 _QUICK_S = 0.05
 _MOST_LIVE_BYTES = 1 << 30
 """Bytes of all grammars of running requests."""
@@ -68,9 +66,7 @@ class CompiledGrammar:
 
 
 class Mask:
-    """Tokens that may come next at a position. `indices` are the allowed or the forbidden tokens, whichever list is
-    shorter.
-    """
+    """Tokens that may come next. `indices` are the allowed or the forbidden tokens, whichever list is shorter."""
 
     def __init__(self, allowed: NDArray[np.bool_]) -> None:
         self.allowed = allowed
@@ -229,7 +225,9 @@ class Matcher:
 
     @contextmanager
     def _watched(self, num_tokens: int) -> Iterator[None]:
-        """Context that ends slow computation, by this thread's own processor time: a busy machine ends no request."""
+        """Context that notes if the computation in it was slow, after which no token is allowed. The thread's own
+        processor time is measured: a busy machine ends no request.
+        """
         start = thread_time()
         yield
         self._is_slow |= thread_time() - start > _MOST_STEP_S * max(num_tokens, 1)
@@ -248,7 +246,8 @@ class Matcher:
             mask = self._last[-1]
         else:
             mask = self._read_mask(bits, is_whole=is_whole)
-        if not mask.forbids and len(mask.indices) == 1 and self._forces_too_much():
+        is_only = not mask.forbids and len(mask.indices) == 1
+        if is_only and len(self._matcher.compute_ff_bytes()) > MOST_FORCED_BYTES:
             return self._nothing(ENDLESS)
         self._last = list(self._tokens), bits, is_whole, mask
         return mask
@@ -259,9 +258,6 @@ class Matcher:
         allowed[self._grammar.eos_tokens] = False
         allowed[self._ends] = is_whole
         return Mask(allowed)
-
-    def _forces_too_much(self) -> bool:
-        return len(self._matcher.compute_ff_bytes()) > MOST_FORCED_BYTES
 
     def _nothing(self, reason: str) -> Mask:
         self.error = reason
@@ -294,7 +290,7 @@ class Grammars:
                 self._prover.close()
 
     def check(self, grammar: Grammar) -> None:
-        """Raise what `compiled` would raise for this grammar, without keeping the result."""
+        """Raise the errors of `compiled` for a grammar that cannot be used; nothing is kept."""
         with self._lock:
             why = self._refused.get(grammar)
             vocabulary = self._read_vocabulary()
@@ -310,8 +306,8 @@ class Grammars:
             raise _refused(grammar, str(refused)) from None
 
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
-        """UsageError for a grammar that is invalid, matches no text or is too large; FormsBusy if too many are being
-        compiled; SpecDecError for a tokenizer whose tokens' bytes are not known.
+        """The compiled grammar. UsageError if it is invalid, matches no text or is too large; FormsBusy if too many are
+        being compiled; SpecDecError without a tokenizer, or if the bytes of its tokens are not known.
         """
         with self._lock:
             if (why := self._refused.get(grammar)) is not None:
@@ -332,9 +328,7 @@ class Grammars:
         return found.result()
 
     def _compile_for(self, waiting: "Future[CompiledGrammar]", grammar: Grammar) -> None:
-        """Compile a grammar for all threads that wait for it, and keep the result: the compiled grammar, or the reason
-        why it cannot be used.
-        """
+        """Compile a grammar for all threads that wait for it; keep it, or the reason why it cannot be used."""
         compiled: CompiledGrammar | None = None
         error: BaseException | None = None
         why: str | None = None
@@ -423,7 +417,7 @@ class Grammars:
                 self._vocabulary = LLTokenizer(state, n_vocab=size, eos_token=end_ids)
             except SpecDecError:
                 raise
-            except Exception as error:  # as above, and tokenizers that have no `tokenizers` behind them
+            except Exception as error:  # llguidance's, and of tokenizers that have no `tokenizers` behind them
                 raise SpecDecError(
                     f"grammars cannot be used with this tokenizer, whose tokens are not known as bytes: {error}",
                     hint="leave the grammar out, or name a tokenizer that has a tokenizer.json",
@@ -432,7 +426,7 @@ class Grammars:
 
 
 def _start_here(vocabulary: "LLTokenizer", grammar: Grammar) -> "LLMatcher":
-    """FormRefused for a grammar that cannot be used."""
+    """The start of a text in a grammar, computed in this process; FormRefused for a grammar that cannot be used."""
     try:
         start = start_of(vocabulary, written(grammar.kind, grammar.text))
         check_forced_text(start)

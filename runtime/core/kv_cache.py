@@ -14,6 +14,7 @@ number of the format. Each number is divided by its scale, and stored as the nea
 are as near, as the even one. The CPU's kernel rounds in the same way.
 """
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -60,6 +61,7 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._nodes: dict[int, CachedBlock] = {}  # block -> its node
         self._children: dict[Parent, dict[tuple[int, ...], int]] = {}  # node -> tokens -> block
+        self._sorted: dict[Parent, list[tuple[int, ...]]] = {}  # node -> tokens of its children, in order
         self._next_node_id = _ROOT + 1
         self.on_evict: Callable[[int, CachedBlock], None] | None = None
         """Called with a block, and its content, before the content may be overwritten."""
@@ -83,9 +85,9 @@ class BlockManager:
 
     def admit(self, sequence: Sequence, num_tokens: int, max_reused: int | None = None) -> list[BlockCopy] | None:
         """Give `sequence` blocks for `num_tokens` tokens. Blocks whose K/V are known come first, for at most
-        `max_reused` tokens or the number that the sequence may reuse.
+        `max_reused` tokens; None stands for all that the sequence may reuse.
 
-        Sets its block table and `num_computed`. That number stays below the number of its tokens, because the last
+        Sets its block table and `num_computed`. `num_computed` stays below the number of its tokens, because the last
         token must be computed for its logits; it is lower if logits of earlier tokens are wanted. Returns the copies to
         make, or None (and changes nothing) if there are too few free blocks.
         """
@@ -110,9 +112,7 @@ class BlockManager:
         return copies
 
     def publish(self, sequence: Sequence) -> list[tuple[int, CachedBlock]]:
-        """Insert the sequence's computed tokens into the trie; returns the blocks that hold them, with
-        their content.
-        """
+        """Insert the sequence's computed tokens into the trie; returns the blocks with their content."""
         found: list[tuple[int, CachedBlock]] = []
         parent = _root_of(sequence)
         for i, block in enumerate(sequence.block_table):
@@ -125,6 +125,7 @@ class BlockManager:
                 self._evict(block)
                 self._nodes[block] = CachedBlock(self._next_node_id, parent, tokens)
                 self._children.setdefault(parent, {})[tokens] = block
+                bisect.insort(self._sorted.setdefault(parent, []), tokens)
                 self._next_node_id += 1
                 existing = block
             found.append((existing, self._nodes[existing]))
@@ -132,9 +133,7 @@ class BlockManager:
         return found
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give an admitted sequence the blocks that it lacks for `num_tokens` tokens; False, without a change, if there
-        is no room.
-        """
+        """Give an admitted sequence further blocks, for `num_tokens` tokens in all; False if too few are free."""
         num_new = self.num_blocks_for(num_tokens) - len(sequence.block_table)
         if num_new > len(self._free):
             return False
@@ -142,9 +141,7 @@ class BlockManager:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Insert the sequence's computed tokens into the trie and free its blocks. Its last blocks are
-        evicted first.
-        """
+        """Publish the computed tokens (with block reuse) and free the blocks; the last block is evicted first."""
         if self._reuse:
             self.publish(sequence)
         for block in reversed(sequence.block_table):
@@ -173,17 +170,14 @@ class BlockManager:
             assert self._children[node.parent][node.tokens] == block
             assert 0 < len(node.tokens) <= self.block_size
         assert all(self._children.values()), "an empty level of the trie was kept"
+        assert self._sorted == {parent: sorted(children) for parent, children in self._children.items()}
 
     def holds(self, block: int, content: CachedBlock) -> bool:
-        """True if the block still has this content. Any thread may ask: if the answer is True, the bytes that it read
-        before are right.
-        """
+        """True if the block still has this content: then the bytes that any thread has read before are right."""
         return self._nodes.get(block) is content
 
     def _match(self, sequence: Sequence, most: int) -> tuple[list[int], tuple[int, int] | None]:
-        """Published blocks that hold the sequence's first tokens, and a block that begins with some of the tokens that
-        follow.
-        """
+        """Published blocks with the sequence's first tokens, and a block that begins with some of the next tokens."""
         tokens = sequence.tokens
         shared, parent = self._match_prefix(tokens[: most + 1], _root_of(sequence))
         start = len(shared) * self.block_size
@@ -201,15 +195,14 @@ class BlockManager:
         return blocks, node
 
     def _find_partial_block(self, parent: Parent, tokens: Seq[int]) -> tuple[int, int] | None:
-        """(block, n): the block below `parent` that shares most first tokens with `tokens`, and the number of these
-        tokens.
+        """(block, n): the block below `parent` whose first n tokens are those of `tokens`, for the largest n. In sorted
+        order it stands beside the place of `tokens`, however many blocks there are.
         """
-        best = None
-        for candidate, block in self._children.get(parent, {}).items():
-            num_matched = _common_prefix_len(candidate, tokens)
-            if num_matched > (best[1] if best else 0):
-                best = (block, num_matched)
-        return best
+        siblings = self._sorted.get(parent, [])
+        place = bisect.bisect_left(siblings, tuple(tokens))
+        beside = siblings[max(place - 1, 0) : place + 1]
+        num_matched, best = max(((num_common(one, tokens), one) for one in beside), default=(0, ()))
+        return (self._children[parent][best], num_matched) if num_matched else None
 
     def _reuse_partial_block(self, source: int, num_matched: int) -> int:
         """A block of our own that starts with the first `num_matched` tokens of `source`: the source itself, or a block
@@ -234,8 +227,10 @@ class BlockManager:
         node = self._nodes.pop(block, None)
         if node is not None:
             del self._children[node.parent][node.tokens]
-            if not self._children[node.parent]:
-                del self._children[node.parent]
+            siblings = self._sorted[node.parent]
+            del siblings[bisect.bisect_left(siblings, node.tokens)]
+            if not siblings:
+                del self._children[node.parent], self._sorted[node.parent]
 
     def _allocate(self) -> int:
         block = next(iter(self._free))
@@ -252,13 +247,9 @@ def _root_of(sequence: Sequence) -> Parent:
     return sequence.request.cache_salt or _ROOT
 
 
-def _common_prefix_len(a: Seq[int], b: Seq[int]) -> int:
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
+def num_common(a: Seq[int], b: Seq[int]) -> int:
+    """Number of first tokens that are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 _QUANTIZED: dict[KVCacheQuantAlgo, torch.dtype] = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn}
@@ -278,8 +269,8 @@ class KVPool:
     [num_blocks, Hk, block_size, Dv]: both products of attention then run along contiguous memory. Keys and values that
     are not finite are stored as a key of NaN and a value of zeros, so that they affect only tokens that see them.
 
-    With 8 bits (`runtime.core.kv_cache`) a third tensor, float32 [num_blocks, Hk, 2, block_size], has the scales of a
-    token's keys and values in each head; NaN is then stored as the scale of the keys.
+    With 8 bits a third tensor, float32 [num_blocks, Hk, 2, block_size], has the scales of a token's keys and values in
+    each head; NaN is then stored as the scale of the keys.
     """
 
     def __init__(
@@ -300,9 +291,7 @@ class KVPool:
         return self.keys, [*self.values, *self.scales]
 
     def occupy(self, blocks: range) -> None:
-        """Write to all these blocks once. Memory pages that were never written to share one page of zeros, which is
-        read faster than real memory.
-        """
+        """Write to all these blocks once: unwritten pages share a page of zeros, which is read faster than memory."""
         for pool in (*self.keys, *self.values, *self.scales):
             pool[blocks.start : blocks.stop].zero_()
 
@@ -349,8 +338,6 @@ def largest_error(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def are_quantizable(numbers: Tensor) -> Tensor:
-    """True, for [...] vectors of D numbers, if the largest number is still finite when it is multiplied by its scale
-    again.
-    """
+    """True [...] where a vector's scale, times the largest number of each format, is finite; numbers [..., D]."""
     largest_again = [_scales(numbers, largest) * largest for largest in _LARGEST.values()]
     return torch.stack(largest_again).isfinite().all(0)

@@ -9,46 +9,54 @@ from runtime.util.errors import SpecDecError
 
 
 def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[[], int | None]) -> None:
-    """SpecDecError if the prompt, or the prompt with its output, is longer than the engine was built for.
-    `num_positions` is the model's number of positions, for the hint: no engine can be built for more.
+    """SpecDecError if the prompt is empty, if no token is to be generated, or if the prompt, or the prompt with its
+    output, is longer than the engine was built for. `num_positions` gives the model's number of positions, for the
+    hint: no engine can be built for more.
     """
-    num_prompt = len(request.prompt_tokens)
+    num_prompt, num_output = len(request.prompt_tokens), request.max_new_tokens
     if num_prompt == 0:
         raise SpecDecError(f"prompt is empty: {request.name}", hint="give it at least one token", field="prompt")
     if num_prompt > build.max_input_len:
         said = f"prompt of {request.name} is longer than "
-        if num_prompt >= (positions := num_positions() or math.inf):
+        positions, room = num_positions() or math.inf, build.max_request_len - num_output
+        fits = min(build.max_input_len, room) if room > 0 else build.max_input_len
+        if num_prompt >= positions:
             raise SpecDecError(
                 f"{said}the model's {positions} positions have room for, output included: {num_prompt} tokens",
-                hint="give a shorter one",
+                hint=f"give at most {fits} tokens",
                 code="prompt_past_positions",
                 field="prompt",
+                fits=fits,
             )
         raise SpecDecError(
             f"{said}the engine's max_input_len {build.max_input_len}: {num_prompt} tokens",
-            hint="give a shorter one, or build with a larger max_input_len",
+            hint=f"give at most {fits} tokens, or build with a max_input_len of {num_prompt}",
             code="prompt_too_long",
             field="prompt",
+            fits=fits,
+            num_prompt=num_prompt,
+            num_needed=max(min(num_prompt + num_output, positions), build.max_request_len),
         )
-    if request.max_new_tokens < 1:
+    if num_output < 1:
         raise SpecDecError(
-            f"number of tokens to generate must be at least 1: {request.max_new_tokens}",
+            f"number of tokens to generate must be at least 1: {num_output}",
             hint="ask for one or more",
             field="max_tokens",
         )
-    if num_prompt + request.max_new_tokens > build.max_request_len:
-        if num_prompt + request.max_new_tokens > (positions := num_positions() or math.inf):
+    if num_prompt + num_output > build.max_request_len:
+        room = build.max_request_len - num_prompt
+        if num_prompt + num_output > (positions := num_positions() or math.inf):
             raise SpecDecError(
                 f"prompt and output of {request.name} exceed the model's {positions} positions: "
-                f"{num_prompt} + {request.max_new_tokens}",
-                hint="lower `max_tokens`",
+                f"{num_prompt} + {num_output}",
+                hint=f"lower `max_tokens` to {room}",
                 code="request_past_positions",
                 field="max_tokens",
             )
         raise SpecDecError(
             f"prompt and output of {request.name} exceed the engine's {build.max_request_len} tokens: "
-            f"{num_prompt} + {request.max_new_tokens}",
-            hint="lower `max_tokens`, or raise `max_seq_len`",
+            f"{num_prompt} + {num_output}",
+            hint=f"lower `max_tokens` to {room}, or raise `max_seq_len` to {num_prompt + num_output}",
             code="request_too_long",
             field="max_tokens",
         )
@@ -65,7 +73,9 @@ def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -
 
 
 def check_vocabulary(request: Request, vocab_size: int) -> None:
-    """SpecDecError if a token id of the request is outside the vocabulary, or top_k exceeds the vocabulary's size."""
+    """SpecDecError if a token id of the request is outside the vocabulary, or if `top_k` or the number of
+    log-probabilities exceeds the vocabulary's size.
+    """
     ids, sampling = f"ids are 0 to {vocab_size - 1}", request.sampling
     for field, tokens, hint in (
         ("prompt", request.prompt_tokens, f"{ids}; text needs the tokenizer that the model was trained with"),

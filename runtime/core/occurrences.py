@@ -1,6 +1,7 @@
 """Token counts for a request's penalties and bans, updated token by token.
 
-A position costs time for its new tokens alone, not for its whole prefix, and only tokens that occur are ever touched.
+At each position only the new tokens are counted, not the whole prefix. Tokens that neither occur nor have a bias have
+no entry.
 """
 
 from collections import defaultdict
@@ -18,9 +19,7 @@ NO_ENTRIES: NDArray[np.int32] = np.zeros((0, 4), np.int32)
 
 @dataclass(frozen=True)
 class Adjustments:
-    """Score adjustments at a position: for each token an `Entry` of the kernels' `cuts.h`, and the tokens that are
-    banned.
-    """
+    """Score adjustments at a position: an `Entry` of the kernels' `cuts.h` for each token, and banned tokens."""
 
     entries: NDArray[np.int32]
     """Entries [n, 4]: token, bias (the bits of a float32), number of occurrences, and number of occurrences that
@@ -66,10 +65,7 @@ class Occurrences:
             self._append(token)
 
     def _append(self, token: int) -> None:
-        if self._counts:
-            entry = self._entry(token)
-            entry[_OCCURS] += 1
-            entry[_COUNT] += len(self._tokens) >= self._start
+        self._count(token, 1)
         self._tokens.append(token)
         if self._ngram_size and len(self._tokens) >= self._ngram_size:
             self._followers[self._last(self._ngram_size)[:-1]].append(token)
@@ -77,11 +73,14 @@ class Occurrences:
     def _drop(self) -> None:
         if self._ngram_size and len(self._tokens) >= self._ngram_size:
             self._followers[self._last(self._ngram_size)[:-1]].pop()
-        token = self._tokens.pop()
+        self._count(self._tokens.pop(), -1)
+
+    def _count(self, token: int, change: int) -> None:
+        """Count the token behind `self._tokens` once more (1), or once less (-1)."""
         if self._counts:
             entry = self._entry(token)
-            entry[_OCCURS] -= 1
-            entry[_COUNT] -= len(self._tokens) >= self._start
+            entry[_OCCURS] += change
+            entry[_COUNT] += change if len(self._tokens) >= self._start else 0
 
     def _last(self, num_tokens: int) -> tuple[int, ...]:
         return tuple(self._tokens[len(self._tokens) - num_tokens :])

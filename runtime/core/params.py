@@ -24,9 +24,7 @@ _OPENAI: tuple[Protocol, ...] = ("completions", "chat", "responses")
 
 @dataclass(frozen=True)
 class Flag:
-    """A command's flag that sets the field: its help, and the default that help shows, if that is not the field's
-    default.
-    """
+    """A command's flag that sets the field: its help, and the default that help shows in place of the field's."""
 
     help: str
     shown: str | None = None
@@ -139,9 +137,10 @@ def is_greedy(temperature: float, top_k: int) -> bool:
 class SamplingConfig:
     """TensorRT-LLM's names and defaults; `bad_words` and penalties take the prompt into account too, as in
     TensorRT-LLM. Without `penalize_prompt`, presence and frequency penalties count generated tokens only, as OpenAI's
-    do. `logit_bias` is added to the logits of tokens, as (token, bias), before anything else. Ids that end an output
-    cannot be chosen before the output has `min_tokens` tokens, and other ids than `allowed_token_ids` never. After
-    `thinking_token_budget` tokens of thinking, the end of thinking is forced, if the request knows the model's tags.
+    do. `logit_bias` has pairs (token, bias); a bias is added to its token's logit before anything else. Ids that end an
+    output cannot be chosen before the output has `min_tokens` tokens, and other ids than `allowed_token_ids` never.
+    After `thinking_token_budget` tokens of thinking, the end of thinking is forced, if the request has the model's
+    tags.
 
     top_k 1 and temperature 0 (below 1e-5) are greedy; top_k 0 leaves the whole vocabulary; top_p 1.0, min_p 0.0,
     no_repeat_ngram_size 0 and neutral penalties (1.0, 0.0, 0.0) change nothing. UsageError if out of range: `top_p` is
@@ -187,15 +186,19 @@ class SamplingConfig:
     def is_greedy(self) -> bool:
         return is_greedy(self.temperature, self.top_k)
 
+    @property
+    def has_penalties(self) -> bool:
+        """True if there are biases, penalties or bans."""
+        names = [name for name, (_, field) in FIELDS.items() if field.shapes == "scores"]
+        return any(getattr(self, name) != getattr(GREEDY, name) for name in names)
+
 
 def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(one, kind) for one in value)
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    """UsageError for a value that does not have the type of its field, such as `int | None` or
-    `Sequence[str] | None`.
-    """
+    """UsageError for a value without the type of its field, such as `int | None` or `Sequence[str] | None`."""
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     if value is None and type(None) in kinds:
         return
@@ -214,9 +217,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def _are_biases(value: Any) -> bool:
-    """True for a list of (token, bias) pairs, and for None."""
-    if value is None:
-        return True
+    """True for a mapping from token ids to numbers."""
     return isinstance(value, Mapping) and all(
         isinstance(token, Integral) and isinstance(bias, Real) for token, bias in value.items()
     )
@@ -437,7 +438,7 @@ class SamplingParams:
         for name, (hint, field) in FIELDS.items():
             if field.shapes != "form":
                 _check_type(name, getattr(self, name), hint)
-        if not _are_biases(self.logit_bias):
+        if self.logit_bias is not None and not _are_biases(self.logit_bias):
             raise UsageError(
                 f"logit_bias must be numbers by token ids: {self.logit_bias!r}",
                 hint="write `{5: -1.0}` for a bias of -1 on token 5",
@@ -462,29 +463,22 @@ class SamplingParams:
     @property
     def output_grammar(self) -> Grammar | None:
         """The grammar of the output; None if there is none. UsageError for two grammars, or for an invalid one."""
-        given: dict[GrammarKind, Any] = {
-            "json_schema": self.json_schema,
-            "regex": self.regex,
-            "grammar": self.grammar,
-            "choice": self.choice,
-        }
-        named = [(kind, value) for kind, value in given.items() if value is not None]
-        if len(named) > 1:
-            names = " and ".join(kind for kind, _ in named)
+        kinds: list[GrammarKind] = [kind for kind in get_args(GrammarKind) if getattr(self, kind) is not None]
+        if len(kinds) > 1:
             raise UsageError(
-                f"an output can have only one grammar, and is given several: {names}",
+                f"an output can have only one grammar, and is given several: {' and '.join(kinds)}",
                 hint="give one of them",
-                field=named[-1][0],
+                field=kinds[-1],
             )
-        return Grammar(named[0][0], _grammar_text(*named[0])) if named else None
+        return Grammar(kinds[0], _grammar_text(kinds[0], getattr(self, kinds[0]))) if kinds else None
 
     @property
     def stop_words(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def config(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingConfig:
-        """The same parameters for an engine, with `bad_words` as tokens. Without a seed it is 0; values that are left
-        to the model are off.
+        """The same parameters for an engine, with `bad_words` as tokens. Without a seed `random_seed` is 0; penalties
+        of None, which are left to the model, are off.
         """
         values = {field.config or name: getattr(self, name) for name, (_, field) in FIELDS.items()}
         given = {name: value for name, value in values.items() if name in _CONFIG_NAMES and value is not None}
@@ -531,11 +525,6 @@ GREEDY = SamplingConfig()
 def names_in(protocol: Protocol) -> dict[str, str]:
     """Field -> its name in bodies of the protocol, if the protocol has it."""
     return {name: field.names[protocol] for name, (_, field) in REQUEST_FIELDS.items() if protocol in field.names}
-
-
-def config_fields(*shapes: Shapes) -> list[str]:
-    """Names in `SamplingConfig` of the fields that affect these parts of the answer."""
-    return [field.config or name for name, (_, field) in FIELDS.items() if field.shapes in shapes]
 
 
 def _grammar_text(kind: GrammarKind, value: Any) -> str:

@@ -61,9 +61,7 @@ class Request:
     thinking: Thinking | None = None
     """The model's tags of thinking, if thinking has a budget."""
     text_start: int | None = None
-    """Index of the output's first token, if it is not the first after the prompt: a prompt may contain the beginning of
-    the output.
-    """
+    """Index of the output's first token, if a part of the output stands in the prompt already."""
     label: str | None = None
     """User's name for the request, such as a row of a file."""
     shows_special_tokens: bool = False
@@ -79,9 +77,7 @@ class Request:
     scopes: tuple[Scope, ...] = ()
     """Scopes of the request's output beside its owner, the most specific first: a tool before a system prompt."""
     decode: Decode | None = None
-    """Function for the text of an output, in which names of called tools are looked for; None if they are not looked
-    for.
-    """
+    """Function for the text of an output, in which names of called tools are looked for, or None."""
 
     @property
     def name(self) -> str:
@@ -103,9 +99,7 @@ class Request:
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of each token and of the `num_top` most probable, from logits [tokens, vocab], a row for each
-    token.
-    """
+    """Log-probabilities of each token, and of the `num_top` most probable, from logits [tokens, vocab]."""
     num_top, chosen = min(num_top, logits.shape[-1]), torch.tensor(tokens)
     if have_kernels(logits):
         own, ids, values = torch.ops.specdec.logprobs(logits, chosen, num_top)
@@ -125,13 +119,11 @@ class Draft:
 
     tokens: list[int]
     probs: Tensor | None = None
-    """Distributions [draft_len, vocab] float64 that the tokens were drawn from; None for tokens that were not drawn, as
-    a lookup's.
+    """Distributions [draft_len, vocab] float64 that the tokens were drawn from; None for tokens that were not drawn,
+    such as a lookup's.
     """
     match_len: int = field(default=0, compare=False)
-    """Number of tokens of the pattern that these tokens continue, which shows how sure a lookup is; 0 for other
-    drafters.
-    """
+    """Number of tokens of the pattern that this draft continues, a measure of a lookup's certainty, or 0."""
     survivals: list[float] | None = field(default=None, compare=False)
     """P(at least 1 accepted), P(at least 2 accepted), ..., if the drafter has learned how often it is right."""
     num_predicted: int = field(default=0, compare=False)
@@ -149,7 +141,7 @@ class Draft:
 class VerifyResult:
     """Result of verifying a draft: the number of accepted tokens, then a token of the target's own.
 
-    `next_token` is the recovered token after a rejection, the bonus token after a draft accepted whole.
+    `next_token` is the recovered token after a rejection, or the bonus token after a draft that was accepted whole.
     """
 
     num_accepted: int
@@ -181,9 +173,7 @@ class Sequence:
     is_drawn_by_probs: bool = False
     """True once a draft was verified by probabilities: the output then depends on more than the request's noise."""
     shared_len: int = 0
-    """Number of first tokens that another sequence begins with too. The state after them is kept once they are
-    computed; 0 for none.
-    """
+    """Number of first tokens, also those of another sequence, after which the state is to be kept; 0 for none."""
     kept_states: dict[int, bytes] = field(default_factory=dict)
     """States after certain numbers of its tokens, waiting to be written to disk."""
     unread: list[Record] = field(default_factory=list)
@@ -208,9 +198,7 @@ class Sequence:
         return sampler
 
     def _budget(self) -> ThinkingBudget | None:
-        """The budget for thinking; None if the output's grammar leaves no room for thinking. Grammars that specdec
-        writes for tool calls leave room.
-        """
+        """The budget for thinking; None with a form that leaves no room for thinking, unlike grammars of tool calls."""
         request, budget = self.request, self.request.sampling.thinking_token_budget
         is_form = request.grammar is not None and request.grammar.form.kind != "lark"
         if request.thinking is None or budget is None or is_form:
@@ -231,9 +219,7 @@ class Sequence:
 
     @property
     def max_reused(self) -> int:
-        """Number of first tokens whose K/V may be reused. Prompt tokens that are scored must be computed for their
-        logits.
-        """
+        """Number of first tokens whose K/V may be reused; tokens that are scored must be computed."""
         return len(self.prompt_logprobs) if self.num_unscored else len(self.tokens) - 1
 
     @property
@@ -246,9 +232,7 @@ class Sequence:
 
     @property
     def max_draft_len(self) -> int:
-        """Most tokens that a draft may have: the target adds a token of its own to the accepted ones, within the
-        budget.
-        """
+        """Most tokens that a draft may have, so that the budget has room for the target's own token too."""
         return max(self.num_remaining - 1, 0)
 
     @property
@@ -257,8 +241,8 @@ class Sequence:
 
     def commit(self, draft: Draft, verdict: VerifyResult) -> list[int]:
         """Append the accepted tokens and the target's own token, cut where generation ends, and count them. The end is
-        looked for token by token (end id, then stop word, then budget), so that tokens, K/V and counters end at the
-        same place. Returns the tokens that were kept.
+        looked for token by token (end id, stop word, end of the grammar, budget), so that tokens, K/V and counters end
+        at the same place. Returns the tokens that were kept.
         """
         start = len(self.tokens)
         for token in [*draft.tokens[: verdict.num_accepted], verdict.next_token]:

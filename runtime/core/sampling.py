@@ -6,8 +6,8 @@ scores plus Gumbel noise, which is a sample. A draft model that uses the same no
 often as their distributions allow (Daliri et al., arXiv 2408.07978). Noise is a function of the position and of the
 token, so it need not be computed for tokens that penalties, bans and cuts have excluded.
 
-On a CPU the kernels choose (`csrc/sampling.cpp`), for all positions of a step at once. Elsewhere transformers' own
-processors do, position by position.
+On a CPU the kernels choose (`csrc/sampling.cpp`), for all positions of a step at once. Elsewhere, and if no kernels
+were loaded, transformers' own processors and NumPy do the same, position by position.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from runtime.core.grammar import Mask, Matcher
 from runtime.core.occurrences import NO_ENTRIES, Adjustments, Occurrences
-from runtime.core.params import GREEDY, SamplingConfig, config_fields, grammar_name
+from runtime.core.params import GREEDY, SamplingConfig, grammar_name
 from runtime.core.thinking import Rule, ThinkingBudget
 from runtime.util.errors import SpecDecError
 
@@ -61,9 +61,7 @@ class NoValidToken(SpecDecError):
 
 
 def no_token_left(position: int, fields: Seq[str]) -> NoValidToken:
-    """The error for a position at which `fields` of the request, such as `regex` and `allowed_token_ids`, together
-    forbid all tokens.
-    """
+    """The error for a position at which `fields`, such as `regex` and `allowed_token_ids`, forbid all tokens."""
     names, leave = [grammar_name(name) for name in fields], "leaves none" if len(fields) == 1 else "leave none"
     return NoValidToken(
         position,
@@ -93,9 +91,7 @@ def out_of_grammar(position: int, kind: str, reason: str) -> NoValidToken:
 
 
 class OccurrencePenalty:
-    """Subtracts `presence` from the score of each token that has occurred, and `frequency` for each time it has. Tokens
-    before `start` are not counted.
-    """
+    """Subtracts `presence` from scores of tokens that occurred from `start` on, and `frequency` for each time."""
 
     def __init__(self, presence: float, frequency: float, start: int = 0) -> None:
         self.presence, self.frequency, self.start = presence, frequency, start
@@ -133,16 +129,11 @@ class TopP:
         return scores.masked_fill(is_cut.scatter(1, tokens, is_cut), -math.inf)
 
 
-def has_penalties(params: SamplingConfig) -> bool:
-    """True if there are biases, penalties or bans."""
-    return any(getattr(params, name) != getattr(GREEDY, name) for name in config_fields("scores"))
-
-
 def penalties(params: SamplingConfig, num_prompt_tokens: int = 0) -> list[Processor]:
     """Biases, and processors that depend on earlier tokens, in the order of transformers' `generate`. transformers
     itself has no occurrence penalty.
     """
-    if not has_penalties(params):
+    if not params.has_penalties:
         return []  # before transformers is imported, which plain requests do not need
     from transformers.generation.logits_process import (
         NoBadWordsLogitsProcessor,
@@ -200,7 +191,7 @@ class Choosable:
         self._first_end = num_prompt_tokens + params.min_tokens if len(self._ends) else 0
         self.is_all = self._allowed is None and self._first_end <= num_prompt_tokens
         self.emptied: set[int] = set()
-        """Positions at which the model's logits allow tokens and the request forbids all of them."""
+        """Positions at which `apply` found tokens that could be chosen, and left none."""
 
     def apply(self, position: int, logits: Tensor, *, in_grammar: bool = False) -> None:
         """Change the logits [vocab] of a position, in place."""
@@ -259,7 +250,7 @@ class Sampler:
     @cached_property
     def _occurrences(self) -> Occurrences | None:
         """Token counts; None if choices depend on the logits alone."""
-        return Occurrences(self._params, self._num_prompt_tokens) if has_penalties(self._params) else None
+        return Occurrences(self._params, self._num_prompt_tokens) if self._params.has_penalties else None
 
     def adjustments(self, prefix: list[int], draft_tokens: Seq[int]) -> Iterable[Adjustments]:
         """Score adjustments after `prefix`, and after each token of a draft that follows it."""
@@ -350,7 +341,7 @@ class Sampler:
         return torch.from_numpy(probs).to(scores.device)
 
     def choose(self, prefix: list[int], logits: Tensor) -> int:
-        """The request's own token after `prefix`: the argmax, or a sample whose noise depends on the position alone."""
+        """The request's own token after `prefix`: the argmax of the scores, with the position's noise for a sample."""
         return next(iter(choose_all([Positions(self, prefix, [], logits[None])])[0]))
 
     @property
@@ -359,9 +350,7 @@ class Sampler:
         return self.is_held or self._occurrences is not None
 
     def choose_each(self, prefix: list[int], logits: Tensor) -> Iterator[int]:
-        """Tokens at the positions from `prefix` on, from logits [positions, vocab]; only for requests whose choices do
-        not look back.
-        """
+        """Tokens from `prefix` on, by logits [positions, vocab]; only for requests whose choices do not look back."""
         places = [Positions(self, [*prefix, *[0] * i], [], row[None]) for i, row in enumerate(logits)]
         for chosen in choose_all(places):
             yield next(chosen)
@@ -378,9 +367,9 @@ class Sampler:
 
     def choices(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor) -> Iterator[int]:
         """The request's own tokens after `prefix` and after each token of a draft, from `logits` [draft_len + 1,
-        vocab]. Without the kernels each token is computed when it is asked for.
+        vocab], without the kernels. Each token is computed when it is asked for, unless all are plain argmaxes.
         """
-        if self.is_greedy and not has_penalties(self._params):
+        if self.is_greedy and not self._params.has_penalties:
             yield from self._argmaxes(prefix, self.legal(prefix, draft_tokens, logits))
             return
         prefix = list(prefix)
@@ -411,9 +400,7 @@ class Sampler:
         return self.uniform(position, f"draft from {start}")
 
     def accept_uniform(self, position: int, start: int) -> float:
-        """Uniform number for accepting the tokens before `position` of a draft that begins at `start`. It differs
-        between drafts, for the same reason as `draft_uniform`.
-        """
+        """Uniform number to accept the tokens before `position` of the draft from `start` on, as `draft_uniform`."""
         return self.uniform(position, f"accept from {start}")
 
     def uniform(self, position: int, purpose: str) -> float:
@@ -439,8 +426,8 @@ def _apply_mask(mask: Mask, logits: Tensor) -> None:
 
 
 def apply_rule(rule: Rule, logits: Tensor) -> None:
-    """Leave only the forced token in logits [vocab], or all but the forbidden ones. If a grammar allows none of the
-    rest, its tokens are left.
+    """Set logits [vocab] of all tokens that the rule excludes to -inf. A forced token that a grammar has excluded
+    changes nothing, and neither does a forbidden token if it is the only one left.
     """
     if rule.unfinished is not None:
         logits[: len(rule.unfinished)].masked_fill_(torch.from_numpy(rule.unfinished).to(logits.device), -math.inf)
@@ -471,11 +458,6 @@ class Positions:
     """Logits [draft_len + 1, vocab]."""
     is_spare: bool = False
     """True if the logits may be overwritten: a copy takes longer than applying a grammar."""
-
-    @property
-    def legal_logits(self) -> Tensor:
-        """Logits of the legal tokens; -inf for others."""
-        return self.sampler.legal(self.prefix, self.draft_tokens, self.logits, in_place=self.is_spare)
 
 
 def choose_all(asked: Seq[Positions]) -> list[Iterator[int]]:
@@ -532,12 +514,14 @@ def kernel_arguments(asked: Seq[Positions]) -> tuple[list[Tensor], *tuple[Tensor
         np.array(bans, np.int32),
         np.array(bounds, np.int64),
     )
-    return [one.legal_logits for one in asked], *map(torch.from_numpy, arrays)
+    legal = [one.sampler.legal(one.prefix, one.draft_tokens, one.logits, in_place=one.is_spare) for one in asked]
+    return legal, *map(torch.from_numpy, arrays)
 
 
 def draw(weights: Tensor, uniform: float) -> int:
-    """Index drawn by `uniform` from weights float64 [vocab], which need not add up to one (inverse CDF). A weight of
-    zero is never drawn. The sum is computed on the CPU, where it never decreases; a GPU adds up in parallel.
+    """Index drawn by `uniform` from weights float64 [vocab], which need not add up to 1 (inverse CDF). An index with
+    weight 0 is never drawn. The weights are added up on the CPU, one after another, so that the sums never decrease; a
+    GPU adds up in parallel. SpecDecError if their sum is 0, infinite or NaN.
     """
     sums = weights.cpu().cumsum(dim=-1)
     total = float(sums[-1])
@@ -556,8 +540,8 @@ def gumbel(key: int, tokens: NDArray[np.uint32]) -> NDArray[np.float64]:
     """Gumbel noise of each token, from the 64 bits of its position's key: -log(-log(1 - v)) for 52-bit v in (0, 1).
 
     `noise.h` of the kernels computes the same. Integers are exact. Two libraries may round the last bit of a logarithm
-    differently, but that decides only between two tokens whose scores and noise are equal to 15 digits. Small v give
-    large noise, and steps of v are finest there, so probabilities down to 1e-15 are drawn correctly.
+    differently, but that decides only between two tokens whose scores and noise are equal to 15 digits. Large noise
+    comes from small v, which are odd multiples of 1.1e-16, so probabilities down to 1e-15 are drawn correctly.
     """
     first, second = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
     upper, lower = _bits(tokens, first, second), _bits(tokens, second, first)

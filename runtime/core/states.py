@@ -32,7 +32,8 @@ from runtime.kernels.memory import zeros
 NULL_SLOT = 0
 CHUNK_SIZE = 32
 """Positions in a chunk; a chunk's first position has a recurrent state."""
-_MORE_KEPT, _LEAST_KEPT, _KEPT_BYTES = 8, 2, 1 << 29  # half a gigabyte, which no more than the least exceed
+_MORE_KEPT, _LEAST_KEPT, _KEPT_BYTES = 8, 2, 1 << 29
+"""Slots for kept states: 8 more than sequences run at once, as far as they fit half a gigabyte, and at least 2."""
 _LEAST_ROLLED_BACK = 32  # a draft model rolls back by the drafts of its target
 
 
@@ -46,8 +47,8 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A released sequence's slot: its computed tokens, and the first position from which another sequence can
-    continue.
+    """State that is kept in a slot: the tokens that it was computed from, and the first position from which another
+    sequence can continue. With `is_over` False the slot's own sequence will continue.
     """
 
     tokens: list[int]
@@ -57,9 +58,7 @@ class _Kept:
     """Owner of the sequence (`Request.cache_salt`)."""
 
     def match_len(self, tokens: Seq[int], most: int) -> int:
-        """Number of first tokens, at most `most`, that are common with `tokens` and after which a sequence can
-        continue; 0 if there are none.
-        """
+        """Number of first tokens in common with `tokens`, at most `most`, after which a sequence can continue, or 0."""
         first, most = self.first, min(most, len(self.tokens))
         if (
             first > most
@@ -109,9 +108,7 @@ class StateManager:
         return not self._free and not self._kept
 
     def find(self, sequence: Sequence, most: int) -> Found | None:
-        """The kept state, within the first `most` tokens, that leaves the fewest tokens to compute; None if no slot is
-        free.
-        """
+        """The kept state of the most tokens, up to `most`; None if running sequences hold all slots."""
         if self.is_full:
             self.count(num_waits=1)
             return None
@@ -125,8 +122,8 @@ class StateManager:
         return best
 
     def admit(self, sequence: Sequence, found: Found) -> StateCopy | None:
-        """Give the sequence a slot, with the state that was just found. Returns the copy to make. A sequence that was
-        released before its end gets its own slot back; slots of other sequences stay as they are, if there is room.
+        """Give the sequence a slot, with the state that was just found. Returns the copy to make, or None. A sequence
+        that was released before its end gets its own slot back; a state that others may need is copied to a free slot.
         """
         kept = self._kept.get(found.slot, _Kept([], 0, is_over=True))
         goes_on = not kept.is_over and found.num_tokens == len(kept.tokens)
@@ -149,7 +146,7 @@ class StateManager:
         self._put(slot, _Kept(sequence.tokens[:num_tokens], span.first, sequence.is_over, sequence.request.cache_salt))
 
     def keep(self, sequence: Sequence) -> StateCopy | None:
-        """Keep the state of a running sequence's computed tokens. Returns the copy to make; None if no slot is left."""
+        """Keep the state after the sequence's computed tokens; returns the copy to make, None if it is not kept."""
         if not self._reuse or self.is_full:
             return None
         slot = self._allocate(NULL_SLOT)
@@ -219,8 +216,8 @@ class StateManager:
 def state_pools(
     states: Seq[StateShape], num_slots: int, num_back: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """The memory of states: for each layer with a convolution [num_slots, num_before + num_back, width], and behind it,
-    for each layer with a recurrent state, float32 [num_slots, num_heads, numbers of a head].
+    """The memory of states: for each layer with a convolution [num_slots, num_before + num_back, width], and after
+    these, for each layer with a recurrent state, float32 [num_slots, num_heads, numbers of a head].
     """
     sizes = [(num_slots, state.num_before + num_back, state.width) for state in states if state.width]
     matrices = [(num_slots, one.num_heads, _numbers_of_head(one, num_back)) for one in _recurrent(states)]
@@ -232,8 +229,8 @@ def _recurrent(states: Seq[StateShape]) -> list[RecurrentShape]:
 
 
 def _numbers_of_head(shape: RecurrentShape, num_back: int) -> int:
-    """Numbers that a head has in a slot. Chunks are kept for all that `num_back` positions can touch, and for the chunk
-    before. A chunk has its state, and a key, a value and decays for each of its tokens.
+    """Numbers that a head has in a slot. A slot has all chunks that a position and the `num_back` positions before it
+    can touch: 2 for 32 positions. A chunk has its state, and a key, a value and decays for each of its tokens.
     """
     of_tokens = CHUNK_SIZE * (shape.key_dim + shape.value_dim + shape.num_decays)
     return (1 + math.ceil(num_back / CHUNK_SIZE)) * (shape.key_dim * shape.value_dim + of_tokens)
@@ -242,10 +239,6 @@ def _numbers_of_head(shape: RecurrentShape, num_back: int) -> int:
 def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tensor, list[Tensor]]:
     """Further inputs of a step whose model has states: the slot of each row [rows], and the pools."""
     return (torch.tensor([row.state_slot for row in rows], device=pools[0].device), pools) if pools else ()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def copy_slot(pools: Seq[Tensor], copy: StateCopy) -> None:
@@ -313,7 +306,8 @@ class States:
         if not sequence.num_computed or not self.manager.can_begin(sequence):
             return None
         first = self.manager.first_of(sequence).to_bytes(8, "little")
-        return first + b"".join(_bytes_of(pool[sequence.state_slot]).numpy().tobytes() for pool in self._all_pools)
+        rows = [pool[sequence.state_slot].cpu().view(-1).view(torch.uint8) for pool in self._all_pools]
+        return first + b"".join(row.numpy().tobytes() for row in rows)
 
     def load(self, sequence: Sequence, num_tokens: int, saved: bytes) -> None:
         """Give a sequence the state after its first `num_tokens` tokens, from the bytes of `saved`."""
@@ -335,7 +329,7 @@ class States:
         return self.pools + self.pools_of_ranks
 
     def rewind(self, sequence: Sequence) -> None:
-        """Have all tokens of a sequence computed again, if it went back further than its slot's states reach."""
+        """Have all tokens of a sequence computed again, if its slot has no state after its computed tokens."""
         if not self.manager.can_begin(sequence):
             sequence.num_computed = 0
 
@@ -358,7 +352,7 @@ def bytes_per_slot(states: Seq[StateShape], max_draft_len: int, dtype: torch.dty
 
 
 def num_rolled_back(max_draft_len: int) -> int:
-    """Most positions that steps go back: the self-draft copy computes a draft, and then the target computes the same
-    tokens.
+    """Most positions by which a step begins before the last computed position. The self-draft copy computes a draft,
+    and then the target computes the same tokens: 2 x 11 positions for drafts of 10. At least 32.
     """
     return max(2 * (max_draft_len + 1), _LEAST_ROLLED_BACK)

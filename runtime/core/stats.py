@@ -1,4 +1,4 @@
-"""Statistics of an answer: counts and clock readings taken once in each step, and the reason why it ended.
+"""Statistics of an answer: counts of each step, and clock readings at its start, first token and end.
 
 Every rate is derived from them. The keys are those of vLLM's record of speculative decoding for each request, so tools
 that read vLLM's record read ours.
@@ -8,6 +8,7 @@ import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 FinishReason = Literal["end_id", "stop", "length"]
@@ -15,9 +16,7 @@ FinishReason = Literal["end_id", "stop", "length"]
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities at a generated token: the token's own, and those of the most
-    probable tokens.
-    """
+    """Natural logarithms of the model's probabilities at a position: the token's own, and the most probable tokens'."""
 
     token: int
     logprob: float
@@ -25,7 +24,7 @@ class TokenLogprobs:
     """(token, log-probability) of the most probable tokens, the best first."""
 
 
-def _ratio(numerator: float, denominator: float) -> float | None:
+def ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
@@ -35,12 +34,7 @@ def _add_at(counts: list[int], index: int) -> None:
 
 
 def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
-    total: list[int] = []
-    for counts in lists:
-        total.extend([0] * (len(counts) - len(total)))
-        for i, count in enumerate(counts):
-            total[i] += count
-    return total
+    return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
 @dataclass
@@ -114,27 +108,25 @@ class RequestStats:
     def tpot_s(self) -> float | None:
         if self.end_s is None or self.first_token_s is None:
             return None
-        return _ratio(self.end_s - self.first_token_s, self.num_generated_tokens - 1)
+        return ratio(self.end_s - self.first_token_s, self.num_generated_tokens - 1)
 
     @property
     def draft_acceptance_rate(self) -> float | None:
         """Accepted tokens divided by drafted tokens; None if nothing was drafted."""
-        return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
+        return ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
 
     @property
     def mean_acceptance_length(self) -> float | None:
         """1 + accepted tokens per draft; None if nothing was drafted."""
-        per_spec_step = _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
+        per_spec_step = ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
         return None if per_spec_step is None else 1 + per_spec_step
 
     @property
     def tokens_per_step(self) -> float | None:
-        return _ratio(self.num_generated_tokens, self.num_steps)
+        return ratio(self.num_generated_tokens, self.num_steps)
 
     def speculation_record(self, max_draft_len: int) -> dict[str, Any]:
-        """vLLM's `metrics.speculative_decoding` of a request, by its final keys and definitions; a rate with nothing to
-        divide by is None.
-        """
+        """vLLM's `metrics.speculative_decoding` of a request; a rate with nothing to divide by is None."""
         histogram = self.acceptance_histogram + [0] * (max_draft_len + 1 - len(self.acceptance_histogram))
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
@@ -162,7 +154,7 @@ class RequestStats:
             **self.speculation_record(max_draft_len),
             "tokens_per_step": self.tokens_per_step,
             "num_drafts_per_position": drafted,
-            "acceptance_rate_per_position": [_ratio(a, d) for a, d in zip(accepted, drafted, strict=True)],
+            "acceptance_rate_per_position": [ratio(a, d) for a, d in zip(accepted, drafted, strict=True)],
             "num_reused_tokens": self.num_reused_tokens,
         }
 
@@ -181,22 +173,15 @@ def _sum_by_draft_len(stats: list[RequestStats]) -> dict[int, list[int]]:
 
 
 def sum_stats(all_stats: Iterable[RequestStats]) -> RequestStats:
-    """Counts added up over requests; times are left out, because they overlap."""
+    """Counts added up over requests. Times are left out, because they overlap, and so are the series of steps."""
     stats = list(all_stats)
-    return RequestStats(
-        num_steps=sum(s.num_steps for s in stats),
-        num_spec_steps=sum(s.num_spec_steps for s in stats),
-        num_generated_tokens=sum(s.num_generated_tokens for s in stats),
-        num_draft_tokens=sum(s.num_draft_tokens for s in stats),
-        num_accepted_draft_tokens=sum(s.num_accepted_draft_tokens for s in stats),
-        num_reused_tokens=sum(s.num_reused_tokens for s in stats),
-        num_predicted_tokens=sum(s.num_predicted_tokens for s in stats),
-        num_accepted_predicted_tokens=sum(s.num_accepted_predicted_tokens for s in stats),
-        acceptance_histogram=_sum_lists(s.acceptance_histogram for s in stats),
-        histogram_by_draft_len=_sum_by_draft_len(stats),
-        drafted_per_position=_sum_lists(s.drafted_per_position for s in stats),
-        accepted_per_position=_sum_lists(s.accepted_per_position for s in stats),
-    )
+    total = RequestStats(histogram_by_draft_len=_sum_by_draft_len(stats))
+    for name in ("acceptance_histogram", "drafted_per_position", "accepted_per_position"):
+        setattr(total, name, _sum_lists(getattr(s, name) for s in stats))
+    for name in vars(total):
+        if name.startswith("num_"):
+            setattr(total, name, sum(getattr(s, name) for s in stats))
+    return total
 
 
 @dataclass(frozen=True)
@@ -210,7 +195,8 @@ class StateStats:
     num_hits: int = 0
     """Prompts that continued from a kept state after all, or almost all, tokens whose K/V were found."""
     num_misses: int = 0
-    """Prompts of which a block or more was computed again for lack of a state, though its K/V were found."""
+    """Prompts of which a block of tokens or more was computed again for lack of a state, though their K/V were found.
+    """
 
     def plus(self, **counts: int) -> "StateStats":
         return StateStats(**{name: value + counts.get(name, 0) for name, value in vars(self).items()})
@@ -221,9 +207,7 @@ class StateStats:
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Counts of an engine's prompt tokens: tokens whose K/V were found in memory or on disk, and tokens that were
-    computed.
-    """
+    """Counts of an engine's prompt tokens: those whose K/V were found in memory or on disk, and those computed."""
 
     num_in_memory: int = 0
     num_on_disk: int = 0
@@ -246,19 +230,17 @@ class LoopTimes:
 
     wall_s: float = 0.0
     draft_time_s: float = 0.0
-    draft_model_time_s: float = 0.0  # the part of draft_time_s in a draft model's compiled step
+    draft_model_time_s: float = 0.0
+    """The part of draft_time_s in which a draft model, a head or the self-draft copy computed."""
     target_time_s: float = 0.0
     num_iterations: int = 0
-    num_preemptions: int = 0  # how often a sequence gave its K/V blocks back, or stayed out of a step, for want of some
+    num_preemptions: int = 0
+    """Number of times that a sequence gave its K/V blocks back, or stayed out of a step, because blocks were short."""
 
     @property
     def host_time_s(self) -> float:
         return self.wall_s - self.draft_time_s - self.target_time_s
 
     def add(self, other: "LoopTimes") -> None:
-        self.wall_s += other.wall_s
-        self.draft_time_s += other.draft_time_s
-        self.draft_model_time_s += other.draft_model_time_s
-        self.target_time_s += other.target_time_s
-        self.num_iterations += other.num_iterations
-        self.num_preemptions += other.num_preemptions
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)

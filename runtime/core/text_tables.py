@@ -39,9 +39,7 @@ _MOST_READ_BYTES, _MOST_READ_TOKENS = 4_000_000, 1 << 18
 
 @dataclass(frozen=True)
 class ReadAnswers:
-    """Answers of an owner, oldest first, and the number of the last row. `damaged` has the ids of rows that were
-    altered.
-    """
+    """Answers of an owner, the oldest first, the id of the table's last row, and ids of rows that were altered."""
 
     answers: list[Answer]
     last: int
@@ -82,9 +80,7 @@ def forget_answers(store: BlockStore, rows: Seq[int]) -> None:
 
 
 def write_answers(store: BlockStore, vocabulary: str, answers: Seq[tuple[str | None, Answer]]) -> None:
-    """Write answers, each with the name of its owner; they replace answers with the same prompt and way. Raises the
-    errors of `BlockStore.write`.
-    """
+    """Write answers with their owners' names, over those of the same prompt and way. Raises as `BlockStore.write`."""
     if not answers:
         return
     most = min(_MOST_BYTES_OF_ANSWERS, store.max_bytes // _SHARE)
@@ -140,9 +136,7 @@ def _insert(database: sqlite3.Connection, columns: str, row: Seq[object]) -> Non
 
 
 def _keep_last_rows(database: sqlite3.Connection, table: str, num_bytes: str, most: int) -> None:
-    """After every 16th row, remove old rows until the rest has at most `most` bytes; `num_bytes` is the size of a row,
-    in SQL.
-    """
+    """Remove old rows after every 16th, so that `most` bytes are left; `num_bytes` is a row's size, in SQL."""
     if database.execute("SELECT last_insert_rowid()").fetchone()[0] % _LOOK_INTERVAL == 0:
         total = f"sum({num_bytes}) OVER (ORDER BY id DESC)"
         last = f"SELECT max(id) FROM (SELECT id, {total} AS total FROM {table}) WHERE total>?"

@@ -28,7 +28,7 @@ class Thinking:
     end_tokens: tuple[int, ...]
     """Tokens that are forced once the budget is spent."""
     again: tuple[tuple[int, ...], int] | None
-    """Token that would open thinking again, and the tokens before it; None if no single token can do that."""
+    """Tokens before a token that would open thinking again, and this token; None if no single token can do that."""
     piece: Callable[[int], str] = field(compare=False)
     """Text of a token, with a character for each of its bytes."""
     is_open_after: Callable[[Seq[int]], bool] = field(compare=False)
@@ -127,9 +127,7 @@ class ThinkingBudget:
         return state.is_open and state.num_thought >= self._budget
 
     def _place(self, state: _State) -> int:
-        """Number of tokens of the end tag that are there already, including tokens with which the model itself began
-        it.
-        """
+        """Number of tokens of the end tag that are there already, whether forced or begun by the model itself."""
         end, last = self._thinking.end_tokens, state.last
         if state.num_forced:
             return state.num_forced

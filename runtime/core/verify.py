@@ -21,8 +21,8 @@ def verify_all(
     """The verdict on each sequence's draft; row i of its logits [draft_len + 1, vocab] follows i draft tokens. A
     verdict is NoValidToken if the sequence cannot be continued.
 
-    Drafts that are compared by tokens are verified for all sequences at once. Logits of a request with a grammar are
-    overwritten, unless it keeps them.
+    Drafts that are compared by tokens are verified for all sequences at once. The logits of tokens that a request
+    forbids (by a grammar, a budget for thinking, `min_tokens`) are then overwritten, unless the request keeps logits.
     """
     by_tokens = [i for i, draft in enumerate(drafts) if not _is_by_probs(sequences[i], draft)]
     asked = [_positions(sequences[i], drafts[i], all_logits[i]) for i in by_tokens]
@@ -33,9 +33,7 @@ def verify_all(
 
 
 def compute_masks_ahead(sequences: Seq[Sequence], drafts: Seq[Draft]) -> None:
-    """Begin to compute the grammar masks that `verify_all` will apply to these drafts, while the target computes its
-    step.
-    """
+    """Begin to compute the grammar masks for `verify_all`, while the target computes its step."""
     for sequence, draft in zip(sequences, drafts, strict=True):
         matcher = sequence.sampler.matcher
         if matcher is not None and not _is_by_probs(sequence, draft):
@@ -71,7 +69,7 @@ def _verdict(
         num_kept = error.position - len(sequence.tokens)
         if num_kept == 0:
             return error
-        # The output may end before that position; if it does not, the next step has none.
+        # The output may end before that position; if it does not, the next step has no token to choose.
         return VerifyResult(num_kept - 1, draft.tokens[num_kept - 1])
 
 

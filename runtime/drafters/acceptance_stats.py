@@ -1,9 +1,9 @@
 """Statistics of earlier drafts, which predict how often the next drafts will be right. Drafts never change the text, so
 the generated text shows how many tokens of a draft were right, even if it was not sent. `PendingDrafts` keeps drafts
-until that text is there, and compares. These classes count:
+until that text is there, and compares. Three classes count:
 
-- `AcceptanceStats`: position by position, for each length of match, of one request and of all
-- `Leads`: which of several lookups is worth asking
+- `AcceptanceStats`: position by position, for each length of match, of one request and of all requests
+- `Leads`: lookup by lookup, to know which of them is worth asking
 - `ConfidenceStop` (`runtime.drafters.confidence_stop`): by how sure a model was of its token
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Generic, TypeVar
 
+from runtime.core.kv_cache import num_common
 from runtime.core.request import Draft, Sequence
 
 _MATCH_LENS = (0, 1, 2, 3, 4, 6, 9, 16)
@@ -26,8 +27,8 @@ drafts that are no lookup's.
 _OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.995
 """Factor by which counts decay with each further draft: a request's own, and those of all requests."""
 _SHARED_WEIGHT, _PRIOR_WEIGHT = 8.0, 4.0
-"""Numbers of drafts at which a request's own statistics weigh as much as all requests' statistics, and at which those
-weigh as much as the prior.
+"""Numbers of drafts at which a request's own statistics weigh as much as all requests' statistics, and at which all
+requests' statistics weigh as much as the prior.
 """
 _LEAD_MEMORY, _FIRST_LEAD, _LEAST_LEAD, LOOK_INTERVAL = 0.995, 0.1, 0.02, 16
 """Parameters of `Leads`: decay, lead at the start, least lead, and the interval of looks. In a batch of sixteen a
@@ -50,8 +51,8 @@ class PendingDrafts(Generic[Note]):
         self.drafts.setdefault(sequence.request.id, []).append((place, tokens, note))
 
     def take(self, sequence: Sequence) -> list[tuple[int, list[int], Note, int, int]]:
-        """The request's drafts, each with the number of its first tokens that were right, and the number that can be
-        compared so far. For a draft 5 6 7 and the text 5 6 both numbers are 2: nothing is known of the 7.
+        """The request's drafts, each with the number of its first tokens that were right, and the number of tokens that
+        the text has there so far. For a draft 5 6 7 and the text 5 6 both numbers are 2: nothing is known of the 7.
         """
         return [
             (start, tokens, note, num_common(tokens, sequence.tokens[start:]), len(sequence.tokens) - start)
@@ -90,8 +91,8 @@ _Kind = tuple[int, int]
 class AcceptanceStats:
     """Remembers drafts, counts how many of their tokens were right, and predicts that for the next drafts.
 
-    Drafters are told apart by number (`source`). With `are_cut`, drafts are no longer than was asked for, so nothing is
-    known of longer drafts unless they are tried.
+    Drafters are told apart by number (`source`). With `are_cut`, drafts are as short as was asked for: positions that
+    were never reached are then assumed to be as good as positions before them, so that longer drafts are tried.
     """
 
     def __init__(self, *, are_cut: bool = False) -> None:
@@ -100,10 +101,6 @@ class AcceptanceStats:
         self._own: dict[int, dict[_Kind, _PositionStats]] = {}
         """Counts of each request."""
         self._pending = PendingDrafts[_Kind]()
-
-    def __len__(self) -> int:
-        """Number of requests that have counts or drafts here."""
-        return len({*self._own, *self._pending.drafts})
 
     def remember(self, sequence: Sequence, tokens: list[int], match_len: int, source: int = 0) -> None:
         """Remember a draft for the next tokens."""
@@ -131,7 +128,6 @@ class AcceptanceStats:
         num_shared, num_own, are_cut = len(reached), len(own_reached), self._are_cut
         survivals, survives, share = list[float](), 1.0, 0.0
         for i, first_guess in enumerate(_first_guesses(match_class, max_len)):
-            # Or no draft would be longer than those before.
             share = max(share, first_guess) if are_cut else first_guess
             if i < num_shared:
                 share = (right[i] + _PRIOR_WEIGHT * share) / (reached[i] + _PRIOR_WEIGHT)
@@ -153,10 +149,10 @@ class AcceptanceStats:
 class Leads:
     """Chooses, among several lookups, which ones to run: those that may find the best draft.
 
-    All lookups run at first. The lookup whose drafts have most correct tokens always runs. Each other lookup has a
-    lead: the number of right tokens that its draft had more than the best other draft, on average over the steps in
-    which its draft was chosen. A lookup without a lead runs for one request in sixteen, so that its lead is still
-    learned.
+    All lookups run at first. The lookup whose drafts have most right tokens always runs. Each other lookup has a lead:
+    the number of right tokens that its draft had more than the best other draft if it was chosen, and 0 if it was not,
+    on average over the steps in which it ran. A lookup without a lead runs for one request in sixteen, so that its lead
+    is still learned.
     """
 
     def __init__(self, num_lookups: int) -> None:
@@ -172,9 +168,7 @@ class Leads:
         return number == self._num_right.index(max(self._num_right))
 
     def remember(self, sequence: Sequence, chosen: int, drafts: list[tuple[int, Draft]]) -> None:
-        """Remember the drafts of all lookups in a step, and the chosen lookup. Drafts drawn from a distribution are
-        left out.
-        """
+        """Remember a step's drafts and the lookup that was chosen, unless a draft was drawn from a distribution."""
         if len(drafts) > 1 and all(draft.probs is None for _, draft in drafts):
             for number, draft in drafts:
                 self._pending.remember(sequence, draft.tokens, (number, number == chosen))
@@ -200,11 +194,3 @@ def _first_guesses(match_class: int, num: int) -> list[float]:
 
 def _class_of(match_len: int) -> int:
     return _MATCH_LENS[bisect_right(_MATCH_LENS, match_len) - 1]
-
-
-def num_common(left: list[int], right: list[int]) -> int:
-    """Length of the common prefix."""
-    length = min(len(left), len(right))
-    if left[:length] == right[:length]:
-        return length
-    return next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)

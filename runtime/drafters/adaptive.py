@@ -1,28 +1,26 @@
 """Automatic draft lengths: as many tokens as pay for themselves, and no draft if none pays.
 
 A step with more draft tokens takes longer (known from the engine's cost model) and yields more tokens (known from how
-often such drafts were right so far). A draft token is worth sending if the tokens it promises take less time than
-tokens take on average. With R tokens per second so far, the number of draft tokens is chosen for which (expected tokens
-- R x seconds) is largest (Dinkelbach 1967, on ratios). Expected tokens follow from the survival of each position, not
-from one rate for all. Every row of a batch gets a length of its own (`allocate`).
+often such drafts were right so far). A draft token is worth sending if it takes less time for each token that it
+promises than tokens take on average. With R tokens per second so far, the number of draft tokens is chosen for which
+(expected tokens - R x seconds) is largest (Dinkelbach 1967, on ratios). Expected tokens follow from the survival of
+each position, not from one rate for all. Every row of a batch gets a length of its own (`allocate`).
 
 Drafts never change the text, so the generated text shows how many tokens of a draft would have been accepted, even if
 it was not sent. So lookups learn from every proposal, and while nothing pays only the looking costs time. The cost
 model was measured when the engine was built, with drafts of equal lengths. With a `clock` the drafter also measures the
 present cost of drafts and of looking (`runtime.drafters.meter`).
 
-A draft model is asked for no more tokens than are sent, and while it does not pay, it is asked only now and then. It
-computes the tokens of all rows in the same steps, so it is asked for one length for all rows, of which each row's part
-is sent.
+A draft model is asked for no more tokens than pay, and while none pays, it is asked only now and then. It computes the
+tokens of all rows in the same steps, so it is asked for one length for all rows, of which each row's part is sent.
 
-Tokens that were drawn from a distribution are all sent. Their number may depend on the tokens themselves, and leaving
-some out for that reason would change the generated text. A drafter that has drawn tokens once is from then on asked
-like a draft model, for a length chosen before anything is drawn.
+If a user's drafter draws tokens from a distribution, all of them are sent. Their number may depend on the tokens
+themselves, and leaving some out for that reason would change the distribution of the text. A drafter that has drawn
+tokens once is from then on asked like a draft model, for a length chosen before anything is drawn.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from math import ceil, inf
 from time import thread_time
 
@@ -34,33 +32,31 @@ from runtime.drafters.protocol import CompositeDrafter, Drafter, knows
 IterationSeconds = Callable[[int, int, float], float]
 """Function (batch size, context length, mean draft length) -> seconds: `CostModel.iteration_s`."""
 DraftSeconds = Callable[[int, int], float]
-"""Function (batch size, context length) -> seconds for one more token of every draft; for a head that drafts at once,
-for all tokens.
-"""
+"""Function (batch size, context length) -> seconds for one more token of every draft, or `at_once` for all."""
 
 _PROBE_INTERVAL, _PROBE_SHARE = 16, 0.03
-"""Steps without a draft, after which a draft model is asked for a token to see whether it pays again: at least this
-number, and as many more as are needed for the test to take no larger share of the time than this.
+"""Steps without a draft, after which a draft model is asked for a token to see whether it pays again: at least 16, and
+as many more as are needed for the test to take no larger share of the time than 3 %.
 """
-_LOOK_INTERVAL = 4
-"""Interval of looks while steps gain less, on average, than looking takes: a lookup then looks at every fourth step, or
-so rarely that it takes this share of the time:
+_LOOK_INTERVAL, _LOOK_SHARE, _LONGEST_REST = 4, 0.005, 64
+"""While steps gain too little by looking, a lookup looks at every fourth step, or so rarely that looking takes half a
+percent of the time, but at least at every 64th step.
 """
-_LOOK_SHARE, _LONGEST_REST = 0.005, 64
 _LOOK_S = 20e-6
 """Approximate seconds that a lookup and the counting of its outcomes take for a sequence, used if there is no clock."""
 _LARGE_BATCH, _FIRST_GAIN, _GAIN_MEMORY = 4, 6.0, 0.93
-"""Parameters of the mean gain. At first it is a multiple of the time of looking, so that 16 steps without a gain end
-looking. In large batches, whose steps are compute-bound and seldom pay for drafts, it starts too low for looking to go
-on.
+"""Parameters of the mean gain, which is counted in times of looking. It starts at 6, so that 16 steps without a gain
+end looking. In batches of four or more, whose steps are compute-bound and seldom pay for drafts, it starts too low for
+looking to go on.
 """
 _LEAST_GAIN = 2.0
-"""Mean gain above which looking goes on. It is above 1, the time of looking, because drafts that are chosen for their
+"""Mean gain from which on looking goes on. It is above 1, the time of looking, because drafts that are chosen for their
 promises yield less, and steps with drafts take more time than is measured.
 """
 _RATE_MEMORY = 0.98
 _CAUTION = 0.25
-"""Margin that a lookup's token must gain beyond its own time, in tokens that a step without drafts yields in that time.
+"""Margin by which a lookup's token must gain more than its own time, as a share of the tokens that steps without drafts
+yield in that time.
 """
 _CONTEXT_STEP = 64
 """Contexts are rounded to a multiple of this number, so that the cost model need not be asked anew at every step."""
@@ -73,9 +69,9 @@ def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
 
     A step's cost depends on the number of tokens in all its rows together, not on their rows (`runtime.core.batch`
     folds rows). And a draft token is never more probable than the token before it. So for any number of tokens the most
-    probable ones are the best choice, and these are beginnings of drafts: only one allocation for each number has to be
-    considered. With survivals of (0.9, 0.2) and (0.5, 0.4) and 0.3 for a token, 0.9, 0.5 and 0.4 are worth it: lengths
-    1 and 2.
+    probable tokens are the best choice, and these are beginnings of drafts: only one allocation for each number has to
+    be considered. With survivals of (0.9, 0.2) and (0.5, 0.4) and 0.3 for a token, 0.9, 0.5 and 0.4 are worth it:
+    lengths 1 and 2.
     """
     offers = sorted(((p, -i) for i, row in enumerate(survivals) for p in row), reverse=True)
     best_num, best_value, promised = 0, -costs[0], 0.0
@@ -92,7 +88,7 @@ def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
 
 class AdaptiveDrafter(CompositeDrafter):
     """Drafts of another drafter, cut to the length that pays. With `draft_s`, the cost of drafting, the other drafter
-    is asked for no more tokens than that length.
+    is asked for no more tokens than pay for a row; `at_once` if it drafts all of them in one pass.
 
     `clock` times steps (`runtime.drafters.meter`); without a clock, `iteration_s` gives all prices.
     """
@@ -113,19 +109,15 @@ class AdaptiveDrafter(CompositeDrafter):
         self._match_len = 0 if draft_s is None else MODEL_PRIOR
         self._outcomes = AcceptanceStats(are_cut=draft_s is not None)
         self._num_tokens = self._num_without = 0.0
-        """Expected tokens of the steps so far, and tokens that the same time would have given without drafts; both
-        decay.
-        """
+        """Tokens that past steps should yield, and that their time should yield without drafts; both decay."""
         self._num_off = 0
-        """Number of steps in a row without a draft, or in which looking gained too little."""
+        """Number of steps in a row in which nothing was drafted, or while looking gains too little."""
         self._mean_gains: dict[int, float] = {}
         """Mean gain of past steps, in multiples of the time of looking, by batch size; it decays."""
         self._meter = Meter(clock) if clock is not None else None
         self._known_prices: dict[tuple[int, int, int], _Prices] = {}
         self.last_choice: tuple[list[list[float]], list[float]] = [], []
-        """The numbers from which the last lengths were chosen, as `allocate` has them: survivals of each row, and
-        costs.
-        """
+        """Survivals of each row and costs, as `allocate` has them, from which the last lengths were chosen."""
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if not sequences:
@@ -135,7 +127,7 @@ class AdaptiveDrafter(CompositeDrafter):
             self._meter.see(sequences)
         num_known = sum([knows(self.members[0], sequence) for sequence in sequences])
         rests = self._nothing_pays(prices) or (not num_known and self._rests(prices))
-        if rests and not self._is_asked_for_what_pays:  # who is asked for that decides itself
+        if rests and not self._is_asked_for_what_pays:  # `_propose_what_pays` decides that by itself
             self._num_off += 1
             self._count(len(sequences), prices, 0.0)
             return [Draft([])] * len(sequences)
@@ -159,23 +151,23 @@ class AdaptiveDrafter(CompositeDrafter):
         if self._is_asked_for_what_pays:
             return drafts
         survivals = [self._survivals(s, d) for s, d in zip(sequences, drafts, strict=True)]
-        choice = self._choose(survivals, prices)
+        lengths, gain_s = self._choose(survivals, prices)
         if self._meter is not None:
             self._meter.looked(sequences, thread_time() - start)
         if any(survivals):  # or there was nothing to send, which says nothing about what pays
             look_s = _LOOK_S if self._meter is None else max(self._meter.look_s, _LOOK_S)
             mean_gain = self._mean_gain(len(sequences)) * _GAIN_MEMORY
-            mean_gain += choice.gain_s / (look_s * len(sequences)) * (1 - _GAIN_MEMORY)
+            mean_gain += gain_s / (look_s * len(sequences)) * (1 - _GAIN_MEMORY)
             self._mean_gains[len(sequences).bit_length()] = mean_gain
             self._num_off = 0 if mean_gain >= _LEAST_GAIN else self._num_off + 1
-        return [draft.cut(length) for draft, length in zip(drafts, choice.lengths, strict=True)]
+        return [draft.cut(length) for draft, length in zip(drafts, lengths, strict=True)]
 
     def _propose_what_pays(self, sequences: list[Sequence], prices: "_Prices") -> list[Draft]:
         """Ask for drafts of a drafter that takes time, if they pay."""
         longest = [min(prices.max_draft_len, sequence.max_draft_len) for sequence in sequences]
         expected = [self._outcomes.survivals(s, self._match_len, n) for s, n in zip(sequences, longest, strict=True)]
         draft_len = self._best_len(expected, prices)
-        lengths = self._choose([row[:draft_len] for row in expected], prices, draft_len).lengths
+        lengths, _ = self._choose([row[:draft_len] for row in expected], prices, draft_len)
         self._num_off = 0 if any(lengths) else self._num_off + 1
         if not any(lengths):
             seconds = prices.of_drafts(prices.batch_size)
@@ -197,7 +189,7 @@ class AdaptiveDrafter(CompositeDrafter):
         for sequence, draft in zip(sequences, drafts, strict=True):
             if draft.survivals is not None:
                 continue
-            # What is not known before drafting cannot be chosen by.
+            # A length that is chosen before drafting cannot depend on the match.
             match_len = self._match_len if self._is_asked_for_what_pays else draft.match_len
             self._outcomes.remember(sequence, draft.tokens, match_len)
 
@@ -208,9 +200,10 @@ class AdaptiveDrafter(CompositeDrafter):
             return draft.survivals
         return self._outcomes.survivals(sequence, draft.match_len, len(draft.tokens))
 
-    def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> "_Choice":
-        """Choose how many tokens of each draft to send, by `survivals` as in `allocate`, and count the choice. The
-        drafts took `draft_len` steps of a draft model; 0 for lookups.
+    def _choose(self, survivals: list[list[float]], prices: "_Prices", draft_len: int = 0) -> tuple[list[int], float]:
+        """Choose how many tokens of each draft to send, by `survivals` as in `allocate`, and count the choice. Returns
+        the lengths, and the seconds that these drafts are expected to save. The drafts took `draft_len` steps of a
+        draft model; 0 for lookups.
         """
         seconds, rate = self._seconds(prices, sum(map(len, survivals))), self._rate(prices)
         least = self._least_rate(prices)
@@ -219,7 +212,7 @@ class AdaptiveDrafter(CompositeDrafter):
         num_accepted = sum(sum(row[:length]) for row, length in zip(survivals, lengths, strict=True))
         cost_s = seconds[sum(lengths)] - seconds[0] + prices.drafting_s(draft_len)
         self._count(prices.batch_size + num_accepted, prices, cost_s)
-        return _Choice(lengths, num_accepted / rate - cost_s)
+        return lengths, num_accepted / rate - cost_s
 
     def _count(self, num_tokens: float, prices: "_Prices", cost_s: float) -> None:
         """Count a step's tokens, and how much longer it takes than a step without drafts."""
@@ -227,9 +220,7 @@ class AdaptiveDrafter(CompositeDrafter):
         self._num_without = self._num_without * _RATE_MEMORY + prices.batch_size + cost_s * prices.rate_without
 
     def _best_len(self, survivals: list[list[float]], prices: "_Prices") -> int:
-        """Length to ask a draft model for. One length for all rows, because each of its steps computes a token of every
-        row.
-        """
+        """Length to ask a draft model for: one length, because each of its steps computes a token of every row."""
         seconds = self._seconds(prices, sum(map(len, survivals)))
         rate, gains = self._rate(prices), [0.0]
         for n in range(1, max(map(len, survivals)) + 1):
@@ -275,9 +266,7 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._rate(prices) + caution * prices.rate_without
 
     def _rate(self, prices: "_Prices") -> float:
-        """Tokens per second so far. It is the measured multiple of the rate without drafts, since batch and context
-        have changed.
-        """
+        """Tokens per second at these prices: the rate without drafts, multiplied by what drafts have gained so far."""
         return prices.rate_without * (self._num_tokens / self._num_without if self._num_without else 1.0)
 
     def _prices_of(self, sequences: list[Sequence], max_draft_len: int) -> "_Prices":
@@ -288,18 +277,8 @@ class AdaptiveDrafter(CompositeDrafter):
         return self._known_prices[place]
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """Draft lengths, and the seconds that these drafts are expected to save."""
-
-    lengths: list[int]
-    gain_s: float
-
-
 class _Prices:
-    """Costs of a step for a batch size and a mean context length: a row's attention costs more after a
-    longer context.
-    """
+    """Costs of a step for a batch size and a mean context length: attention costs more after a longer context."""
 
     def __init__(
         self,
@@ -314,17 +293,17 @@ class _Prices:
         self._at_once = at_once
         self.batch_size, self.max_draft_len = batch_size, max_draft_len
         self.draft_token_s = draft_s(batch_size, context_len) if draft_s else 0.0
-        # Between whole numbers of tokens in a row prices are on straight lines, so that none is lower there.
+        # Between whole numbers of tokens in a row, prices are on straight lines (`of_drafts`).
         self._by_len = [iteration_s(batch_size, context_len, float(n)) for n in range(max_draft_len + 1)]
         self._seconds = [self._by_len[0]]
         self.rate_without = batch_size / self._seconds[0]
         """Tokens per second without drafts."""
         added = ((seconds - self._by_len[0]) / n for n, seconds in enumerate(self._by_len[1:], 1))
         self.cheapest_s = min(added, default=inf) / batch_size
-        """Seconds of the cheapest draft token."""
+        """Seconds of a draft token, in drafts of the length at which tokens are cheapest."""
 
     def drafting_s(self, num_tokens: int) -> float:
-        """Seconds that a draft model takes to draft `num_tokens` tokens for every row."""
+        """Seconds to draft `num_tokens` tokens for every row; 0 for lookups."""
         return self.draft_token_s * (min(num_tokens, 1) if self._at_once else num_tokens)
 
     def of_drafts(self, most: int) -> list[float]:

@@ -1,9 +1,9 @@
 """Drafts from old answers: the answer to the same prompt, or to a similar one, is a draft from the first token on.
 
-An answer is found by the whole prompt, else by its last 64 tokens, else by most of its pieces (`runtime.core.answers`).
-The model verifies it, so it cannot be outdated: with another model or temperature fewer of its tokens are accepted. If
-the output departs from the answer, drafting continues where the output's last tokens occur in the answer
-(`PredictionLookup`).
+An answer is found by the whole prompt, else by the prompt's last 64 tokens, else by its pieces: two fifths of them must
+agree (`runtime.core.answers`). The model verifies the answer, so an outdated answer does no harm: with another model or
+temperature fewer of its tokens are accepted. If the output departs from the answer, drafting continues where the
+output's last tokens occur in the answer (`PredictionLookup`).
 
 An owner's answers are found by the owner's requests alone (`Request.cache_salt`).
 """
@@ -23,8 +23,9 @@ MAX_TOKENS, MAX_OWNERS = 1_000_000, 4096
 _COMMON = 4
 """Number of prompts beyond which a piece that they share is ignored, such as a piece of a chat template."""
 _LEAST_SHARE = 0.4
-"""Share of a prompt's pieces, without common ones, that a similar prompt has too."""
+"""Least share of a prompt's pieces, common pieces left out, that a similar prompt has too."""
 _LEAST_PIECES = 4
+"""Least number of pieces that a similar prompt shares."""
 _SAME, _LIKE = 0, 1
 """Numbers under which statistics are kept: of answers to the same request, and of other answers."""
 
@@ -93,7 +94,9 @@ class _Shelf:
         return None if answers is None else answers.get(marks.way) or next(reversed(answers.values()))
 
     def _prompt_like(self, marks: Marks) -> bytes | None:
-        """The prompt that shares most pieces with the marks, not counting pieces that many prompts have."""
+        """The prompt that shares most pieces with the marks, not counting pieces that more than four prompts have; None
+        if it shares too few.
+        """
         shared, num_telling = Counter[bytes](), 0
         for piece in marks.each_piece():
             prompts = self._prompts.get(piece, {})
@@ -114,9 +117,8 @@ def _key_of(answer: Answer) -> _Key:
 
 
 class Answers:
-    """The last answers of all owners, at most `max_tokens` tokens in all: the least recently used are removed first.
-
-    With a `disk` they outlive the process, and answers of other processes are found.
+    """The answers of all owners, at most `max_tokens` tokens in all: the least recently used are removed first. With a
+    `disk` they outlive the process, and answers of other processes are found.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS, disk: AnswerDisk | None = None) -> None:
@@ -133,7 +135,7 @@ class Answers:
         self._oldest.clear()
 
     def find(self, owner: str | None, marks: Marks) -> Answer | None:
-        """The owner's answer that fits these marks best."""
+        """The owner's answer that fits these marks best; None if no answer fits."""
         shelf = self._shelf(owner)
         if self._disk is not None:
             written, shelf.last_read = self._disk.read(owner, shelf.last_read)
@@ -185,9 +187,7 @@ class Answers:
 
 @dataclass
 class _Followed:
-    """A request, and how far it has followed an old answer. `lookup` is None if there is no answer to a similar
-    prompt.
-    """
+    """A request, and how far it has followed an old answer; `lookup` is None if no answer was found."""
 
     sequence: Sequence
     marks: Marks
@@ -235,7 +235,7 @@ class AnswerLookup:
         request = sequence.request
         marks = Marks.of(request)
         answer = self.answers.find(request.cache_salt, marks)
-        is_same = answer is not None and (answer.marks.prompt, answer.marks.way) == (marks.prompt, marks.way)
+        is_same = answer is not None and _key_of(answer) == (marks.prompt, marks.way)
         lookup = None if answer is None else PredictionLookup(answer.ids())
         followed = _Followed(sequence, marks, lookup, _SAME if is_same else _LIKE)
         self._followed[request.id] = followed
@@ -253,15 +253,12 @@ class AnswerLookup:
 
 
 class AnswersFirst(CompositeDrafter):
-    """Old answers for sequences that follow one, and another drafter for other sequences. If an answer may have been
-    left, the old answers are asked after the other drafter.
+    """Old answers for sequences that follow one, and another drafter for other sequences. While fewer than two tokens
+    in a row are the answer's, its draft is sent only if the other drafter finds nothing.
     """
 
     def __init__(self, first: Drafter, others: Drafter) -> None:
         super().__init__([first, others])
-
-    def knows(self, sequence: Sequence) -> bool:
-        return knows(self.members[0], sequence)
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         first, others = self.members

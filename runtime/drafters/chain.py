@@ -3,8 +3,8 @@
 
 In `BestOf`, lookups cost little, and all lookups run that may have the best draft (`Leads`). A lookup's draft is sent
 as it is if its drafts with a match of that length have so far yielded more tokens per second than the other lookups'
-drafts and than a model's. Otherwise the model drafts. A copy of the target verifies a lookup's tokens in one of its
-steps before each: tokens that it would have drafted itself need not be computed one by one. Behind the model's last
+drafts and than a model's. Otherwise the model drafts. A copy of the target verifies a lookup's tokens in its own steps,
+several in one step: tokens that it would have drafted itself need not be computed one by one. Behind the model's last
 token lookups continue, as if its tokens had been generated, as far as that pays.
 
 The draft is chosen before a model draws anything, from tokens that were generated and drafted before: in each step the
@@ -26,10 +26,9 @@ _LONGER = -1
 
 
 class FirstOf(CompositeDrafter):
-    """Asks each drafter for the sequences for which all drafters before it proposed nothing: the cheapest drafter
-    first.
+    """Asks each drafter for the sequences for which all drafters before it proposed nothing.
 
-    A drafter is then not asked at every step, and may find several new tokens when it is: all of ours allow that.
+    So a drafter is not asked at every step, and may find several new tokens when it is asked: all of ours allow that.
     """
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -46,8 +45,8 @@ class FirstOf(CompositeDrafter):
 
 
 class LongestMatch(CompositeDrafter):
-    """Asks every drafter, and takes for each sequence the draft with the longest match; of equal matches, the first
-    drafter's.
+    """Asks every drafter, and takes for each sequence the draft that `rank_of_match` ranks highest: the draft with the
+    longest match. Of equal matches the first drafter's is taken.
 
     A draft whose tokens were drawn from a distribution is taken whatever the other drafters found.
     """
@@ -90,9 +89,7 @@ class DraftingModel:
 
 @dataclass(frozen=True)
 class _Found:
-    """A lookup's draft for a sequence, the tokens that a step is expected to yield with it, and the tokens
-    per second.
-    """
+    """A lookup's draft for a sequence, and what a step is expected to yield with it: tokens, and tokens per second."""
 
     draft: Draft
     expected_tokens: float
@@ -114,8 +111,8 @@ class BestOf(CompositeDrafter):
         iteration_s: Callable[[int, int, float], float],
         vocab_size: int,
     ) -> None:
-        self.models = list(models)
-        super().__init__([*lookups, *(model.drafter for model in self.models)])
+        self.lookups, self.models = list(lookups), list(models)
+        super().__init__([*self.lookups, *(model.drafter for model in self.models)])
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
         self._stats = AcceptanceStats()
         """Counts of the members by number, and of models' drafts that a lookup has lengthened (`_LONGER`)."""
@@ -125,11 +122,6 @@ class BestOf(CompositeDrafter):
         for model in self.models:
             if model.copy is not None:
                 model.copy.ask(self._suggest)
-
-    @property
-    def lookups(self) -> list[Drafter]:
-        """The members before the models."""
-        return self.members[: len(self.members) - len(self.models)]
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         for sequence in sequences:
@@ -176,7 +168,7 @@ class BestOf(CompositeDrafter):
         return best
 
     def _weigh(self, sequence: Sequence, draft: Draft, number: int, batch_size: int) -> _Found:
-        """Tokens and rate that a lookup's draft is expected to yield, from how its earlier drafts were accepted."""
+        """The draft with what it should yield, by how earlier drafts of this lookup with this match were accepted."""
         self._stats.remember(sequence, draft.tokens, draft.match_len, number)
         survivals = self._stats.survivals(sequence, draft.match_len, len(draft.tokens), number)
         expected_tokens = 1 + sum(survivals)
@@ -202,7 +194,8 @@ class BestOf(CompositeDrafter):
     def _go_on(
         self, sequence: Sequence, draft: Draft, model: DraftingModel, batch_size: int, max_draft_len: int
     ) -> Draft:
-        """The model's draft, followed by as many tokens of the longest match behind it as pay.
+        """The model's draft, followed by as many tokens as pay of the draft that a lookup finds behind it, by the
+        longest match.
 
         Nothing is appended to tokens that were drawn from a distribution: the number of tokens sent would then depend
         on the drawn tokens.
@@ -228,9 +221,7 @@ class BestOf(CompositeDrafter):
         return draft if best_len == num_drafted else Draft(longer[:best_len])
 
     def _better_model(self, sequence: Sequence, found: _Found, batch_size: int) -> int | None:
-        """The model whose draft yields most tokens per second, if it yields more than the draft that the
-        lookups found.
-        """
+        """The model whose draft yields most tokens per second; None if the lookups' draft yields as many."""
         if not self.models or found.draft.probs is not None:
             return None
         rates = [self._model_rate(i, sequence, batch_size) for i in range(len(self.models))]
@@ -238,8 +229,8 @@ class BestOf(CompositeDrafter):
         return None if found.draft.tokens and found.rate >= best else rates.index(best)
 
     def _model_rate(self, number: int, sequence: Sequence, batch_size: int) -> float:
-        """Tokens per second that the model's draft is expected to yield. Drafting takes fewer steps if suggested tokens
-        are verified several at once.
+        """Tokens per second that the model's draft is expected to yield. Drafting takes fewer steps if a copy verifies
+        several suggested tokens in one step.
         """
         model, context_len = self.models[number], _context_len(sequence)
         num_drafted = min(model.max_draft_len, max(sequence.max_draft_len, 1))
@@ -251,5 +242,5 @@ class BestOf(CompositeDrafter):
 
 
 def _context_len(sequence: Sequence) -> int:
-    """The context's length, rounded so that costs need not be looked up anew at every step."""
+    """The context's length in whole 64 tokens, so that costs need not be looked up anew at every step."""
     return len(sequence.tokens) // _CONTEXT_STEP * _CONTEXT_STEP

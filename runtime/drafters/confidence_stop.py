@@ -25,8 +25,8 @@ _CONTEXT_STEP = 64
 
 
 class ConfidenceStop:
-    """`iteration_s` is the time of an iteration by draft length. `draft_s` is the time to draft one more token of every
-    draft; for a head that drafts `at_once`, the time to draft all of them.
+    """Ends drafts, and learns from their acceptance. `iteration_s` and `draft_s` are as in `AdaptiveDrafter`; with
+    `at_once` the model drafts all tokens in one pass, which takes `draft_s`.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class ConfidenceStop:
         self._least_to_send = self._least_to_go_on = 0.0
 
     def begin(self, sequences: list[Sequence], max_draft_len: int) -> None:
-        """Learn how many tokens of the last drafts were accepted, and set the least probability with which a next token
-        is drafted.
+        """Learn how many tokens of the last drafts were accepted, and set the least probabilities with which a next
+        token is sent and drafting goes on.
         """
         for sequence in sequences:
             self._learn(sequence)
@@ -64,20 +64,20 @@ class ConfidenceStop:
         `sure` is the predicted chance of acceptance, from a head that predicts it itself.
         """
         sure = float(torch.softmax(logits.float(), dim=-1).max()) if sure is None else sure
-        kind = min(int(sure * _NUM_CLASSES), _NUM_CLASSES - 1) if sure > 0 else 0  # NaN is not
+        kind = min(int(sure * _NUM_CLASSES), _NUM_CLASSES - 1) if sure > 0 else 0  # NaN is not above 0
         survives = draft_state.survives * self._share(kind)
         if survives < self._least_to_send:
             draft_state.has_ended = True
             return
         draft_state.survives = survives
-        draft_state.confidence_stop.append(kind)
+        draft_state.confidence_classes.append(kind)
         draft_state.draft_token(logits)
         draft_state.has_ended |= survives < self._least_to_go_on
 
     def end(self, sequences: list[Sequence], draft_states: list[DraftState], num_steps: int) -> None:
         """Remember the drafts, and count the time of the model's `num_steps` steps and of the target's step."""
         for sequence, draft_state in zip(sequences, draft_states, strict=True):
-            self._pending.remember(sequence, draft_state.tokens, draft_state.confidence_stop)
+            self._pending.remember(sequence, draft_state.tokens, draft_state.confidence_classes)
         place = _place(sequences)
         mean_len = sum(len(draft_state.tokens) for draft_state in draft_states) / len(draft_states)
         num_passes = min(num_steps, 1) if self._at_once else num_steps
@@ -102,5 +102,5 @@ class ConfidenceStop:
 
 
 def _place(sequences: list[Sequence]) -> tuple[int, int]:
-    """Batch size and context length; contexts are rounded, so that costs need not be looked up anew at every step."""
+    """Batch size, and the longest context's length in whole 64 tokens: fewer costs to look up."""
     return len(sequences), max(len(sequence.tokens) for sequence in sequences) // _CONTEXT_STEP * _CONTEXT_STEP

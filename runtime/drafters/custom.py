@@ -10,13 +10,12 @@ from runtime.core.request import Draft, Sequence
 from runtime.drafters.protocol import Drafter, DraftFunction
 from runtime.util.errors import SpecDecError
 
-_NUM_SHOWN = 10  # names of a module
+_NUM_SHOWN = 10
+"""Most names of a module that an error lists."""
 
 
 def load_custom_drafter(module_name: str, factory_name: str) -> "GuardedDrafter":
-    """Call the user's factory. SpecDecError if there is no factory, it fails, or it returns something other than a
-    drafter.
-    """
+    """Call the user's factory; SpecDecError if it cannot be imported, fails, or returns no drafter."""
     name = f"{module_name}:{factory_name}"
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -32,7 +31,7 @@ def load_custom_drafter(module_name: str, factory_name: str) -> "GuardedDrafter"
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         shown = ", ".join([*known[:_NUM_SHOWN], *(["…"] if len(known) > _NUM_SHOWN else [])]) or "nothing"
         raise SpecDecError(
-            f"the drafter is neither a function nor an object that drafts: {name}", hint=f"the module has: {shown}"
+            f"the module has no function or class of this name to make a drafter: {name}", hint=f"it has: {shown}"
         )
     return guarded_drafter(name, _guarded(name, factory))
 
@@ -69,8 +68,8 @@ class _FunctionDrafter:
 
 
 class GuardedDrafter:
-    """The user's drafter. Its errors are reported under its name, and it is recorded whether it ever returned
-    probabilities.
+    """The user's drafter. Its errors are reported under its name, SpecDecError for changed tokens of a sequence among
+    them. `has_given_probs` is True once it has returned probabilities.
     """
 
     def __init__(self, name: str, drafter: Drafter) -> None:

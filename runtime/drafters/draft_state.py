@@ -23,7 +23,7 @@ class DraftState:
     use_logits: bool
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
-    confidence_stop: list[int] = field(default_factory=list)
+    confidence_classes: list[int] = field(default_factory=list)
     """Class of the model's confidence in each token, if a `ConfidenceStop` records it."""
     survives: float = 1.0
     """Probability that all tokens of the draft are accepted, by the model's confidence."""
@@ -35,27 +35,22 @@ class DraftState:
 
     def draft_token(self, logits: Tensor) -> None:
         """Choose or draw the next token from logits [vocab_size], or end the draft."""
+        draft_sequence, sampler = self.draft_sequence, self.draft_sequence.sampler
         try:
-            self._draft_token(logits)
+            if self.use_logits and not sampler.is_greedy:
+                probs = sampler.probs(draft_sequence.tokens, logits)
+                position = len(draft_sequence.tokens)
+                token = draw(probs, sampler.draft_uniform(position, position - len(self.tokens)))
+                self._add(token, probs)
+                # It was drawn, so it stays: leaving an end id out would change the distribution of the verified tokens.
+                self.has_ended |= token in draft_sequence.request.end_ids
+            else:
+                self._keep(sampler.choose(draft_sequence.tokens, logits))
         except NoValidToken:  # for the model that drafts; the target may have one
             self.has_ended = True
 
-    def _draft_token(self, logits: Tensor) -> None:
-        draft_sequence = self.draft_sequence
-        if self.use_logits and not draft_sequence.sampler.is_greedy:
-            probs = draft_sequence.sampler.probs(draft_sequence.tokens, logits)
-            position = len(draft_sequence.tokens)
-            token = draw(probs, draft_sequence.sampler.draft_uniform(position, position - len(self.tokens)))
-            self._add(token, probs)
-            # It was drawn, so it stays: leaving an end id out would change the distribution of the verified tokens.
-            self.has_ended |= token in draft_sequence.request.end_ids
-        else:
-            self._keep(draft_sequence.sampler.choose(draft_sequence.tokens, logits))
-
     def draft_tokens(self, logits: Tensor) -> None:
-        """Choose or draw tokens from logits [tokens, vocab_size] until the draft ends; all at once if no choice looks
-        back.
-        """
+        """Choose or draw tokens from logits [tokens, vocab_size] until the draft ends, at once where possible."""
         sampler = self.draft_sequence.sampler
         if sampler.looks_back or (self.use_logits and not sampler.is_greedy):
             for row in logits:
@@ -89,8 +84,8 @@ class DraftState:
 
 
 def begin_draft(sequence: Sequence, max_draft_len: int, *, use_logits: bool) -> DraftState:
-    """A draft by a model that continues from the target's K/V. It is empty unless the last token is the only one that
-    is not computed: the rest of a prompt is computed by the target, once.
+    """The state of a draft by a model that continues from the target's K/V. The draft stays empty while the target has
+    more tokens to compute than the last, such as the rest of a prompt.
 
     Drafts that decide what is sampled begin only after the output's first token. Otherwise a prompt whose K/V are found
     would have a draft there, and the same prompt computed for the first time none, which would give another text.

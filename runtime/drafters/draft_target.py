@@ -6,11 +6,11 @@ takes over the target's tokens: from the first token that differs, the target's 
 `num_computed` falls back to that token. The draft model computes a token once, and its later tokens never depend on a
 rejected one.
 
-The target's own copy, with quantized weights, computes over the target's K/V cache: the last token and its own drafts
-one at a time, and writes their K/V into the slots that follow what the target has computed. The target's step computes
-the same tokens again and overwrites them before it reads. So there is no second cache, no prompt is computed twice,
-and the K/V that the copy attends to are exact up to the last accepted token. No other sequence sees the copy's K/V:
-only tokens below a sequence's own `num_computed` are published or found again.
+The target's own copy, with quantized weights, computes over the target's K/V cache. It computes the last token, then
+its own draft tokens, and writes their K/V into the slots behind the target's. The target's step computes the same
+tokens again and overwrites these slots before it reads them. So there is no second cache, no prompt is computed twice,
+and the K/V that the copy attends to are the target's up to the last token. No other sequence sees the copy's K/V: only
+tokens below a sequence's own `num_computed` are published or found again.
 """
 
 import torch
@@ -24,36 +24,28 @@ from runtime.drafters.draft_state import DraftState, begin_draft
 from runtime.drafters.protocol import Suggest
 from runtime.engine.draft_vocab import among_all
 from runtime.engine.engine import Engine
-from runtime.util.errors import SpecDecError
+from runtime.util.errors import draft_engine_errors
 
 
 class DraftModel:
     """Drafts of a second engine. Their tokens are sampled with the request's own parameters, and a draft ends at an end
     id, the request's budget or the draft length.
 
-    `use_logits` as in `DraftState`. `vocab_size` is the target's; ids that only one of the two models has are not
-    drafted.
+    `use_logits` as in `DraftState`. The drafts have ids below `vocab_size`, the size of the target's vocabulary; ids
+    that only one of the two models has are not drafted.
     """
 
-    def __init__(self, engine: Engine, vocab_size: int, *, use_logits: bool) -> None:
-        self.engine = engine
-        self.vocab_size = vocab_size
-        self.use_logits = use_logits
-        self._draft_sequences: dict[int, Sequence] = {}
+    drafts_at_once = False
+    """True if a single pass drafts all tokens of a draft."""
 
-    @property
-    def drafts_at_once(self) -> bool:
-        """True if a single pass drafts all tokens of a draft."""
-        return False
+    def __init__(self, engine: Engine, vocab_size: int, *, use_logits: bool) -> None:
+        self.engine, self.vocab_size, self.use_logits = engine, vocab_size, use_logits
+        self._draft_sequences: dict[int, Sequence] = {}
 
     def check_request(self, request: Request) -> None:
         """SpecDecError if the draft engine cannot follow the request to its end."""
-        try:
+        with draft_engine_errors():
             self.engine.check_lengths(request)
-        except SpecDecError as error:
-            raise SpecDecError(
-                f"draft engine: {error.message}", hint=error.hint, code=error.code, **error.values
-            ) from error
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         draft_states = [
@@ -66,17 +58,16 @@ class DraftModel:
         return [p.draft() for p in draft_states]
 
     def forget(self, request_id: int) -> None:
-        draft_sequence = self._draft_sequences.get(request_id)
+        draft_sequence = self._draft_sequences.pop(request_id, None)
         if draft_sequence is not None:
             self.engine.release(draft_sequence)
-            del self._draft_sequences[request_id]
 
     def _end(self, sequences: list[Sequence], draft_states: list[DraftState]) -> None:
-        """Called with the finished drafts; does nothing here."""
+        """Take note of the finished drafts; nothing here."""
 
     def _draft_sequence(self, sequence: Sequence) -> Sequence:
         """The sequence's draft sequence, updated to the sequence's tokens; K/V are kept up to the first token that
-        differs.
+        differs. SpecDecError as in `check_request` for a new request.
         """
         request = sequence.request
         if request.id not in self._draft_sequences:
@@ -92,7 +83,7 @@ class DraftModel:
         return draft_sequence
 
     def _is_ready(self, draft_sequence: Sequence, in_step: list[Sequence]) -> bool:
-        """True if the K/V cache has room for the sequence, and the draft model can read all its tokens.
+        """True if the draft engine's K/V cache has room for the sequence, and the draft model has all its ids.
 
         If the cache is full, requests that are not in this step give their blocks back.
         """
@@ -114,13 +105,12 @@ class DraftModel:
 
     def _draft_tokens(self, draft_states: list[DraftState]) -> None:
         """Draft one more token for each sequence."""
-        draft_sequences = [p.draft_sequence for p in draft_states]
+        draft_sequences = [one.draft_sequence for one in draft_states]
         with self.engine.alone():
             for draft_sequence in draft_sequences:
                 self.engine.catch_up(draft_sequence)
             all_logits = self.engine.step([generation_row(one, []) for one in draft_sequences])
-            for draft_state, logits in zip(draft_states, all_logits, strict=True):
-                draft_sequence = draft_state.draft_sequence
+            for draft_state, draft_sequence, logits in zip(draft_states, draft_sequences, all_logits, strict=True):
                 draft_sequence.num_computed = len(draft_sequence.tokens)
                 draft_state.draft_token(with_size(logits[0], self.vocab_size))
 
@@ -135,9 +125,7 @@ _MEMORY = 0.98
 
 
 class SelfDraft:
-    """Drafts of the target's copy, sampled and ended as `DraftModel`'s are. `use_logits` as in `DraftState`. With a
-    `confidence_stop` a draft may end earlier.
-    """
+    """Drafts of the target's copy; fields as in `DraftModel`. With a `confidence_stop` a draft may end earlier."""
 
     def __init__(self, engine: Engine, *, use_logits: bool, confidence_stop: ConfidenceStop | None = None) -> None:
         self.engine = engine
@@ -196,12 +184,9 @@ class SelfDraft:
         for draft_state, tokens, logits in zip(draft_states, suggested, all_logits, strict=True):
             for i, row in enumerate(logits):
                 draft_state.draft_sequence.num_computed = len(draft_state.draft_sequence.tokens)
-                self._draft_token(draft_state, row)
+                if self._confidence_stop:
+                    self._confidence_stop.draft_token(draft_state, row)
+                else:
+                    draft_state.draft_token(row)
                 if draft_state.is_done or draft_state.tokens[-1:] != tokens[i : i + 1]:
                     break
-
-    def _draft_token(self, draft_state: DraftState, logits: Tensor) -> None:
-        if self._confidence_stop:
-            self._confidence_stop.draft_token(draft_state, logits)
-        else:
-            draft_state.draft_token(logits)

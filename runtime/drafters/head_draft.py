@@ -1,13 +1,15 @@
 """Drafting by a trained drafter (a head), which reads the target's hidden states.
 
-Before a draft the head computes, in one pass and from the target's hidden states, the tokens of the sequence that it
-has not seen: those accepted last, or a prompt. It then drafts token by token from its own outputs. What it stores for
-drafted tokens is overwritten once the target has decided on the tokens (`runtime.engine.head_cache`).
+Before a draft the head computes, from the target's hidden states, the tokens of the sequence that it has not seen: the
+tokens that were accepted last, or a prompt. It then drafts token by token from its own outputs, or all tokens at once.
+The keys and values of drafted tokens are overwritten once the target has decided on the tokens
+(`runtime.engine.head_cache`).
 """
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,9 +34,11 @@ from runtime.util.cache import digest, file_digest
 from runtime.util.errors import SpecDecError
 
 _SHORT_ROW = 32
+"""Tokens of a row up to which rows are computed in one batch: shorter rows are padded to the longest."""
 _LONG_BLOCK = 8
+"""Most tokens of a block whose costs are measured."""
 _LITTLE_BYTES = 16 << 20
-"""Bytes of weights below which it is not worth looking at free memory."""
+"""Bytes of weights up to which it is not worth giving free memory back."""
 _NUM_TIMED, _TIMED_CONTEXTS, _TIMED_BATCHES = 5, (64, 1024), (1, 4)
 
 
@@ -94,16 +98,14 @@ class HeadDraft:
             self.confidence_stop.forget(request_id)
 
     def _begin(self, sequence: Sequence, max_draft_len: int) -> DraftState:
-        """A draft that the head can make: an empty one after a sequence's first token, before which there are no hidden
-        states.
-        """
+        """The state of a draft: empty behind a sequence's first token, before which there are no hidden states."""
         longest = min(max_draft_len, self.head.longest_draft or max_draft_len) if sequence.num_computed else 0
         return begin_draft(sequence, longest, use_logits=self.use_logits)
 
     def _catch_up(self, draft_states: Seq[DraftState]) -> dict[int, Tensor]:
-        """Compute the tokens of these sequences that the head has not seen, the last token included. Returns the head's
-        outputs [1, state_size] for the last token; for a head that drafts at once also the outputs for the mask tokens
-        behind it.
+        """Compute the tokens of these sequences that the head has not seen, the last token included. Returns, by the
+        draft state's `id`, the head's outputs [1, state_size] for the last token; for a head that drafts at once also
+        the outputs for the mask tokens behind it, [tokens, state_size].
         """
         outputs: dict[int, Tensor] = {}
         short: list[tuple[DraftState, Row]] = []
@@ -111,7 +113,7 @@ class HeadDraft:
             row = self._row_behind(draft_state)
             if row is None:  # such as of a sequence that began before there was a head
                 draft_state.has_ended = True
-            elif len(row.tokens) > _SHORT_ROW:  # others would be padded to it
+            elif len(row.tokens) > _SHORT_ROW:
                 outputs[id(draft_state)] = self._compute_known([row])
             else:
                 short.append((draft_state, row))
@@ -122,7 +124,8 @@ class HeadDraft:
         return outputs
 
     def _row_behind(self, draft_state: DraftState) -> Row | None:
-        """Row with the last token of the sequence, after all unseen tokens before it have been computed; None if hidden
+        """Row with the last unseen tokens of the sequence and, for a head that drafts at once, mask tokens behind them,
+        after the unseen tokens before the row have been computed. For a block, the row is the block. None if hidden
         states are missing.
         """
         sequence, most = draft_state.draft_sequence, self.engine.max_num_tokens
@@ -150,7 +153,8 @@ class HeadDraft:
 
     def _compute_known(self, rows: list[Row], *, is_context: bool = False) -> Tensor:
         """Outputs [tokens, state_size] for the last tokens of the rows, as many as each row wants. Tokens after the
-        first wanted token are masks; the others are the sequence's own. Rows with `is_context` want none.
+        first wanted token are masks; the others are the sequence's own. With `is_context` all tokens are the sequence's
+        own, and nobody reads the outputs.
         """
         longest, cache, head = max(len(row.tokens) for row in rows), self.cache, self.head
         is_block = isinstance(head, BlockHead)
@@ -161,8 +165,9 @@ class HeadDraft:
                 if row.start == 1:
                     hide_first(cache.pool, row.block_table[0])
         if isinstance(head, BlockHead) and is_context:
-            self._see(head, rows, states.flatten(0, 1))
             batch, outputs = None, states.flatten(0, 1)
+            with self._computing():
+                head.see(pack(rows, cache.block_size, self.engine.device), outputs, self.pool)
         else:
             batch, outputs = self._compute(rows, states.flatten(0, 1))
         for row, own, made in zip(rows, num_own, outputs.view(len(rows), longest, -1), strict=True):
@@ -172,8 +177,8 @@ class HeadDraft:
         return outputs if batch is None else _asked_for(outputs, batch)
 
     def _states_of(self, rows: list[Row], num_own: list[int]) -> Tensor:
-        """States [B, Q, state_size] before the rows' tokens: the stored hidden states, and for masks the head's mask
-        state.
+        """States [B, Q, state_size] before the rows' tokens: stored hidden states for the first `num_own` tokens of
+        each row, and the head's mask state for its masks.
         """
         cache, head, longest = self.cache, self.head, max(len(row.tokens) for row in rows)
         if num_own == [longest]:
@@ -185,13 +190,6 @@ class HeadDraft:
             if isinstance(head, EagleHead) and own < len(row.tokens):
                 into[own : len(row.tokens)] = head.mask_state.to(into.dtype)
         return states
-
-    def _see(self, head: BlockHead, rows: list[Row], states: Tensor) -> None:
-        start = time.perf_counter()
-        batch = pack(rows, self.cache.block_size, self.engine.device)
-        with torch.inference_mode(), self._threads():
-            head.see(batch, states, self.pool)
-        self.time_s += time.perf_counter() - start
 
     def _go_on(self, draft_states: Seq[DraftState], outputs: dict[int, Tensor], num_drafted: int) -> dict[int, Tensor]:
         """The head's outputs for the last tokens of the drafts, computed from its outputs for the tokens before."""
@@ -206,21 +204,14 @@ class HeadDraft:
 
     def _compute(self, rows: list[Row], states: Tensor, num_drafted: int = 0) -> tuple[Batch, Tensor]:
         """Build the batch of the rows, and compute the head's outputs for all its tokens."""
-        start = time.perf_counter()
-        batch = pack(rows, self.cache.block_size, self.engine.device)
-        with torch.inference_mode(), self._threads():
-            outputs = self.head(batch, states, self.pool, num_drafted)
-        self.time_s += time.perf_counter() - start
-        return batch, outputs
+        with self._computing():
+            batch = pack(rows, self.cache.block_size, self.engine.device)
+            return batch, self.head(batch, states, self.pool, num_drafted)
 
     def _logits_at_once(self, outputs: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Logits of all tokens of all drafts, without the part that depends on the token before: one product with the
-        output layer.
-        """
-        start = time.perf_counter()
-        with torch.inference_mode(), self._threads():
+        """Logits of all tokens of all drafts, without the part that depends on the token before, by one product."""
+        with self._computing():
             logits = self.head.logits(torch.cat([*outputs.values()]))
-        self.time_s += time.perf_counter() - start
         return dict(zip(outputs, torch.split(logits, [len(one) for one in outputs.values()]), strict=True))
 
     def _logits(
@@ -229,34 +220,35 @@ class HeadDraft:
         """Logits of each draft's next token, and its chance of acceptance if the head predicts that. If `known` has the
         logits already, only the part that depends on the token before is added.
         """
-        start, stacked = time.perf_counter(), torch.stack(outputs)
         chances: Seq[float | None] | None = None
-        with torch.inference_mode(), self._threads():
+        with self._computing():
+            stacked = torch.stack(outputs)
             logits = torch.stack(known) if known else self.head.logits(stacked, num_drafted)
             if isinstance(self.head, BlockHead):
                 last_ids = torch.tensor([one.draft_sequence.tokens[-1] for one in draft_states], device=stacked.device)
                 logits = self.head.behind(logits, stacked, last_ids)
                 chances = self.head.confidences(stacked, last_ids) if self.confidence_stop else None
-        self.time_s += time.perf_counter() - start
         return logits, chances or [None] * len(outputs)
 
-    def _threads(self) -> AbstractContextManager[None]:
-        """Context for torch code beside the head's kernels, in which torch's short loops wake no threads of their own
-        (`Engine.alone`).
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Context in which the head computes, and its time is counted. Beside the head's kernels, torch's short loops
+        wake no threads of their own (`Engine.alone`).
         """
-        return self.engine.alone() if self.head.uses_kernels else nullcontext()
+        start = time.perf_counter()
+        with torch.inference_mode(), self.engine.alone() if self.head.uses_kernels else nullcontext():
+            yield
+        self.time_s += time.perf_counter() - start
 
 
 def _asked_for(outputs: Tensor, batch: Batch) -> Tensor:
-    """The states [tokens, state_size] of the tokens whose logits the batch's rows want; of all tokens if each row has
-    one.
-    """
+    """The outputs [tokens, state_size] for the tokens whose logits the batch's rows want."""
     return outputs if len(outputs) == len(batch.logit_indices) else outputs[batch.logit_indices]
 
 
 def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
-    """Load the head, and have the engine keep hidden states for it. SpecDecError if the head does not fit the
-    engine.
+    """Load the head, and have the engine keep hidden states for it. SpecDecError if the head does not fit the target,
+    or if the engine was not built for it.
     """
     target = engine.config
     config.check_target(target.pretrained_config, target.vocab_size)
@@ -289,7 +281,9 @@ def open_head(engine: Engine, config: HeadConfig) -> tuple[Head, HeadCache]:
 
 
 def _output_of(engine: Engine, config: HeadConfig, embedding: Tensor | None) -> Tensor | None:
-    """The target's output layer [vocab, hidden], for a head that has none; None for other heads."""
+    """The target's output layer [vocab, hidden], for a head that has none; None for other heads. SpecDecError if the
+    engine has it in packed form only.
+    """
     if not config.reads_target_output:
         return None
     if (kept := None if engine.directory is None else read_target_output(engine.directory)) is not None:
@@ -315,9 +309,7 @@ def _set_output(engine: Engine, head: Head) -> None:
 
 
 def embedding_of(engine: Engine) -> Tensor | None:
-    """The target's embeddings [vocab, hidden], not copied; None if the engine has them in another form, such as
-    quantized.
-    """
+    """The target's embeddings [vocab, hidden], not copied; None if a packaged engine has no such tensor, or two."""
     step, config = engine.target_step, engine.config
     if not isinstance(step, PackagedStep):
         weight: Tensor = step.model.get_input_embeddings().weight
@@ -330,7 +322,7 @@ def embedding_of(engine: Engine) -> Tensor | None:
 def measure_head(engine: Engine, head: Head, cache: HeadCache) -> tuple[StepCost, ...]:
     """Measure the costs of the head's steps on the engine's null block, so that no sequence's data is overwritten.
 
-    For a head that drafts a block at once, a step is a whole block of its usual length.
+    For a head that drafts at once, a step is a pass over as many tokens as its longest draft has, at most 8.
     """
     build, costs = engine.config.build_config, []
     pool = engine.kv_pool if head.reads_target else cache.pool

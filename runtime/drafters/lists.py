@@ -1,7 +1,7 @@
 """TensorRT-LLM's flags of orchestrator mode (V1), `--ngram-config [10,2,[0]]`: parsed into the settings that leader
 mode's flags (V2) set one by one, and written from them.
 
-Nothing else knows lists: after `parse` a drafter has its settings, whichever mode's flags gave them.
+After `parse` a drafter has the same settings, whichever mode's flags gave them.
 """
 
 import ast
@@ -19,8 +19,8 @@ Devices = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Parsed:
-    """Settings from a list or text: `[10,2,[0]]` gives a max_draft_len of 10, a max_matching_ngram_size of 2 and the
-    target's device 0. `text` is the value as it was written.
+    """Settings from a list or text: `[10,2,[0]]` gives a max_draft_len of 10, a max_matching_ngram_size of 2 and device
+    0 for the target. `text` is the value as it was written.
     """
 
     text: str
@@ -30,22 +30,14 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a list. `field` is the setting's name; None for the entry with the target's devices."""
+    """An entry in the form of a list. `field` is the setting's name; None for the entry with the target's devices."""
 
     name: str
     field: str | None = None
     kind: Literal["count", "devices", "bool"] = "devices"
 
-    @property
-    def is_required(self) -> bool:
-        return self.kind == "count"
-
-    @property
-    def default(self) -> bool | None:
-        return False if self.kind == "bool" else None
-
     def parse(self, value: Any, flag: str, form: str) -> Any:
-        """The field's value; UsageError says what is wrong with it."""
+        """The entry's value; UsageError for a value of another kind, or for a draft of more than `MAX_DRAFT_LEN`."""
         match self.kind:
             case "count":
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -77,9 +69,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class ListForm:
-    """TensorRT-LLM's way to choose a drafter (V1): a list such as `[10,2,[0]]`, with or without brackets.
-
-    Entries left out at the end have their defaults.
+    """TensorRT-LLM's way to choose a drafter (V1): a list such as `[10,2,[0]]`, with or without brackets. Entries left
+    out at the end have their defaults.
     """
 
     entries: tuple[Entry, ...]
@@ -87,14 +78,9 @@ class ListForm:
     metavar: ClassVar[str] = "LIST"
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the settings in the list."""
-        return tuple(entry.field for entry in self.entries if entry.field is not None)
-
-    @property
     def least(self) -> int:
         """Number of entries that cannot be left out."""
-        return sum(entry.is_required for entry in self.entries)
+        return sum(entry.kind == "count" for entry in self.entries)
 
     @property
     def names(self) -> str:
@@ -113,26 +99,24 @@ class ListForm:
 
     def parse(self, text: str, flag: str) -> Parsed:
         """Parse `[10,2,[0]]`, or `10,2` without brackets and devices, also with JSON's `true`, `false` and `null`.
-        UsageError says which entry is wrong.
+        UsageError for another text, or for an entry with a wrong value.
         """
         try:
             values = ast.literal_eval(_JSON_WORD.sub(lambda found: _OF_JSON[found[0].lower()], text.strip()))
             values = [values] if isinstance(values, int) else values
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise UsageError(f"`{flag}` is not a list: {text}", hint=f"its form is {self}") from None
-        most = len(self.entries)
-        if not isinstance(values, list | tuple) or not self.least <= len(values) <= most:
-            raise UsageError(
-                f"`{flag}` does not have {self.least} to {most} entries: {text}", hint=f"its form is {self}"
-            )
-        given = [*values, *(entry.default for entry in self.entries[len(values) :])]
+        least, most = self.least, len(self.entries)
+        if not isinstance(values, list | tuple) or not least <= len(values) <= most:
+            raise UsageError(f"`{flag}` does not have {least} to {most} entries: {text}", hint=f"its form is {self}")
+        given = [*values, *(False if entry.kind == "bool" else None for entry in self.entries[len(values) :])]
         parsed = [entry.parse(value, flag, str(self)) for entry, value in zip(self.entries, given, strict=True)]
         fields = {entry.field: value for entry, value in zip(self.entries, parsed, strict=True) if entry.field}
         devices = next(value for entry, value in zip(self.entries, parsed, strict=True) if entry.field is None)
         return Parsed(text, fields, devices)
 
     def write(self, drafter: object, target_devices: tuple[int, ...]) -> str:
-        """The list that chooses the drafter. Devices at the end are left out if they are the default."""
+        """The list that chooses the drafter. The target's devices are left out at the end if they are the first."""
         values = [getattr(drafter, entry.field) if entry.field else target_devices for entry in self.entries]
         if self.entries[-1].field is None and values[-1] == tuple(range(len(values[-1]))):
             values.pop()
@@ -151,7 +135,7 @@ def _written(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TextForm:
-    """A text in two parts with a colon between them, such as `module:factory`."""
+    """A text of two settings with a colon between them, such as `module:factory`."""
 
     fields: tuple[str, str]
     example: str

@@ -15,8 +15,8 @@ from runtime.core.request import Draft, Sequence
 from runtime.drafters.pool import NgramPool
 
 _NUM_CHARACTERS = 0x110000
-"""Number of characters that tokens may use. Two ids beyond it would share a character: a draft could then be wrong, but
-would still consist of the text's own tokens.
+"""Number of characters that tokens may use. An id beyond it would share the character of a smaller id: a draft could
+then be wrong, but would still be verified.
 """
 MAX_OCCURRENCES = 64
 """Limit on the occurrences that are counted for a pattern (the last ones), so that repetitive text takes no more time.
@@ -37,18 +37,9 @@ class Text:
         """Append the sequence's new tokens."""
         self.characters += as_characters(sequence.tokens[len(self.characters) :])
 
-    def find(self, tail: str, most: int) -> tuple[int, list[int]]:
-        """(n, ends): length of the longest suffix of `tail` that occurs here, at most `most`, and the ends of its
-        occurrences, last first.
-
-        (0, []) if no suffix occurs.
-        """
-        n, last = self.find_longest(tail, most)
-        return n, self.ends_before(tail[-n:], last) if n else []
-
     def find_longest(self, tail: str, most: int, more_than: int = 0) -> tuple[int, int]:
-        """Like `find`, but only the last occurrence; (more_than, 0) if no suffix of more than `more_than` tokens
-        occurs.
+        """(n, end): length of the longest suffix of `tail` that occurs here, at most `most`, and the end of its last
+        occurrence; (more_than, 0) if no suffix of more than `more_than` tokens occurs.
 
         Each search looks for one token more than the last one found, before the place where that was, so together the
         searches read the text once.
@@ -63,7 +54,7 @@ class Text:
         return n, end
 
     def ends_before(self, pattern: str, last: int) -> list[int]:
-        """Ends of the pattern's occurrences, from the last one backwards."""
+        """Ends of the pattern's last 64 occurrences, from the occurrence that ends at `last` backwards."""
         ends, size, find = [last], len(pattern), self.characters.rfind
         for _ in range(MAX_OCCURRENCES - 1):
             if (start := find(pattern, 0, ends[-1] - 1)) < 0:
@@ -74,7 +65,7 @@ class Text:
 
 @dataclass
 class History:
-    """A request, and its tokens that have been read."""
+    """A request's sequence, and the text of its tokens that have been read."""
 
     sequence: Sequence
     text: Text = field(default_factory=Text)
@@ -85,7 +76,7 @@ class TextLookup(ABC):
     into the pool when the request has finished.
     """
 
-    def __init__(self, pool: NgramPool | None) -> None:
+    def __init__(self, pool: NgramPool | None = None) -> None:
         self.pool = pool
         self._histories: dict[int, History] = {}
 
@@ -93,9 +84,7 @@ class TextLookup(ABC):
         return [self._look_up(self._read(sequence), max_draft_len) for sequence in sequences]
 
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-        """Continuation after the tokens `drafted`, which follow the sequence. These tokens are not added
-        to its text.
-        """
+        """Continuation behind the tokens `drafted`; empty for a request that the lookup has not seen."""
         if (history := self._histories.get(sequence.request.id)) is None:
             return Draft([])
         new = sequence.tokens[history.text.num_tokens :]
@@ -127,7 +116,7 @@ def as_characters(tokens: Iterable[int]) -> str:
 
 
 def num_common_before(characters: str, end: int, tail: str, most: int) -> int:
-    """Number of tokens before `end` that equal the last ones of `tail`, at most `most`: by bisection, as slices."""
+    """Number of tokens before `end`, at most `most`, that equal the last tokens of `tail`; by bisection."""
     low, high = 0, min(most, end, len(tail))
     while low < high:
         middle = (low + high + 1) // 2

@@ -6,8 +6,7 @@ its oldest continuation, private to each request. Two habits of NgramPool are le
 drafted (NgramPool sends a dummy token). If no continuation has the full length yet, the oldest is taken (NgramPool
 takes the newest, which is the shortest). Other rankings choose another occurrence.
 
-A pattern is mapped to the end of the chosen occurrence, and the continuation is read from the sequence itself. A public
-pool is searched if the sequence has no match.
+A public pool is searched if the sequence has no match.
 """
 
 from typing import get_args
@@ -33,7 +32,7 @@ class NgramLookup(TextLookup):
     - leftmost: the first too, with drafts token for token those of transformers' prompt lookup
       (PromptLookupCandidateGenerator), which may reach past the budget; a loop cuts them, and then they are `oldest`'s;
     - recent: the last;
-    - frequent: the last of those with the most frequent follower (of equally frequent ones the latest).
+    - frequent: the last occurrence with the most frequent follower (of equally frequent followers, the latest).
 
     Continuations of `recent` and `frequent` often reach the sequence's end, and continue in the draft itself: the draft
     after 1 2 3 1 2 3 is 1 2 3 1 2 3 1 ...
@@ -74,9 +73,7 @@ class NgramLookup(TextLookup):
         return Draft(cut_at_end_id(draft, sequence.request.end_ids), match_len=match_len)
 
     def _found(self, history: History, tokens: list[int], tail: str, draft_len: int) -> Draft | None:
-        """Continuation of the longest pattern at the end of `tokens` (`tail` has the same tokens as characters); None
-        if no pattern occurs.
-        """
+        """Continuation of the longest pattern at the end of `tokens`, in characters `tail`; None without a pattern."""
         size, last = history.text.find_longest(tail, self.max_matching_ngram_size)
         if size < self.min_matching_ngram_size:
             return None
@@ -106,8 +103,8 @@ class NgramLookup(TextLookup):
 class CorpusLookup:
     """Looks up the longest end of each sequence, of at most `max_matching_ngram_size` tokens, that is in the corpus.
 
-    The draft is the most frequent next token, then the most frequent token after that, as long as one occurrence in
-    eight agrees. Nothing is kept between requests.
+    The draft is the most frequent next token, then the most frequent token after it, and so on, as long as at least one
+    occurrence in eight agrees. Nothing is kept between requests.
     """
 
     def __init__(self, corpus: Corpus, max_matching_ngram_size: int, *, min_matching_ngram_size: int = 1) -> None:

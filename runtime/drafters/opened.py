@@ -41,7 +41,7 @@ class OpenDrafter:
 
     @property
     def is_model(self) -> bool:
-        """True if a model makes its drafts, which takes time."""
+        """True if a draft model, a self-draft copy or a head makes its drafts, which takes time."""
         return bool(self._models)
 
     @property
@@ -50,7 +50,9 @@ class OpenDrafter:
 
     @property
     def gives_probs(self) -> bool:
-        """True if its drafts for sampling requests carry the probabilities they were drawn from."""
+        """True if its drafts for sampling requests carry the probabilities that they were drawn from; for a user's own
+        drafter, if one of its drafts did.
+        """
         return any(drafter.has_given_probs for drafter in self.guarded) or any(one.use_logits for one in self._models)
 
     def clear_pools(self) -> None:
@@ -78,7 +80,7 @@ class Opener(Protocol):
         """Old answers, in memory and, if the engine keeps K/V on disk, on disk."""
 
     def guarded(self, drafter: "GuardedDrafter", max_draft_len: int | None) -> OpenDrafter:
-        """Wrap the user's own drafter (`runtime.drafters.custom`)."""
+        """Open the user's own drafter (`runtime.drafters.custom`)."""
 
     def draft_model(
         self, model: str | Path, devices: tuple[int, ...] | None, settings: "DraftModelSettings"
@@ -93,7 +95,7 @@ class Opener(Protocol):
 
 
 class ModelSettings(Protocol):
-    """Settings of drafters that are models: `SelfDrafter`, `HeadDrafter`."""
+    """Settings that `SelfDrafter` and `HeadDrafter` share."""
 
     @property
     def max_draft_len(self) -> int: ...
@@ -103,7 +105,7 @@ class ModelSettings(Protocol):
 
 
 class DraftModelSettings(ModelSettings, Protocol):
-    """Settings of drafters that are separate models."""
+    """Settings of `DraftTargetDrafter` and `PardDrafter`."""
 
     @property
     def num_masks(self) -> int | None: ...
@@ -117,16 +119,14 @@ def adapted(
     *,
     at_once: bool = False,
 ) -> Drafter:
-    """The drafter; if step costs are known, with its drafts cut to the length that pays. `draft_s` and `at_once` as in
-    `AdaptiveDrafter`.
-    """
+    """The drafter; if step costs are known, with its drafts cut to the length that pays (`AdaptiveDrafter`)."""
     if costs is None:
         return drafter
     return AdaptiveDrafter(drafter, costs.iteration_s, draft_s, clock, at_once=at_once)
 
 
 class BoundedDrafter(CompositeDrafter):
-    """A drafter whose own `max_draft_len` is smaller than that of other drafters in its chain, or than the server's."""
+    """A drafter whose drafts are bounded, within a chain or a server that would take longer drafts."""
 
     def __init__(self, drafter: Drafter, max_draft_len: int) -> None:
         super().__init__([drafter])

@@ -19,14 +19,12 @@ class ParallelDraftModel(DraftModel):
     `confidence_stop` a draft may end earlier.
     """
 
+    drafts_at_once = True
+
     def __init__(self, engine: Engine, vocab_size: int, mask_token: int, *, use_logits: bool) -> None:
         super().__init__(engine, vocab_size, use_logits=use_logits)
         self.mask_token = mask_token
         self.confidence_stop: ConfidenceStop | None = None
-
-    @property
-    def drafts_at_once(self) -> bool:
-        return True
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         if self.confidence_stop and sequences:

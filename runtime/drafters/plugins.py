@@ -32,9 +32,7 @@ _problems: list[str] = []
 
 
 def load_plugins() -> None:
-    """Import the drafters of installed packages into `DRAFTERS`. `tell_problems` warns of drafters that
-    were left out.
-    """
+    """Import the drafters of installed packages into `DRAFTERS`; `tell_problems` warns of those left out."""
     for entry in _entry_points():
         module = sys.modules.get(entry.module)
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
@@ -57,9 +55,7 @@ def tell_problems() -> None:
 
 
 def _entry_points() -> "list[EntryPoint]":
-    """The entries of the group, in the order of their names. If no package has any, `importlib.metadata` is not
-    imported.
-    """
+    """The entries of the group, sorted by name; without any, `importlib.metadata` is not imported."""
     if not any(_may_name_drafters(path) for path in _entry_files()):
         return []
     from importlib.metadata import entry_points
@@ -95,14 +91,14 @@ def _check_class(spec: Any) -> None:
 
 
 def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
-    """SpecDecError unless the class is a complete spec, and none of the `others` has its name, a flag of its own or its
-    algorithm.
-    """
+    """SpecDecError for an incomplete class or a bad name, or if one of the `others` has its flags or algorithm."""
     described, abstract = spec.description, sorted(spec.__abstractmethods__)
     if not dataclasses.is_dataclass(spec) or abstract:
         raise SpecDecError(f"the class {spec.__name__} lacks {', '.join(abstract) or '`@dataclass(frozen=True)`'}")
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", described.name) or described.name in _NOT_NAMES:
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", described.name):
         raise SpecDecError(f"a drafter's name may have small letters, digits and hyphens only: {described.name!r}")
+    if described.name in _NOT_NAMES:
+        raise SpecDecError(f"a drafter's name is a word that stands for something else: {described.name}")
     if spec.is_lookup and not isinstance(described.form, ListForm):
         raise SpecDecError(f"a lookup's `form` must be a `ListForm`: {described.form}")
     algorithms = {other.description.algorithm for other in others.values()} - {None}
@@ -112,8 +108,8 @@ def _check(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> Non
 
 
 def _check_settings(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]]) -> None:
-    """SpecDecError for a flag that another drafter has or may get, or for a type that flags or documents do not
-    support.
+    """SpecDecError for a flag that does not begin with the drafter's name and belongs to no other drafter's setting, or
+    for a type that flags or documents do not support.
     """
     start = spec.description.name.replace("-", "_") + "_"
     settings = [one for other in others.values() for one in other.settings().values()]
@@ -126,12 +122,9 @@ def _check_settings(spec: type[DrafterSpec], others: dict[str, type[DrafterSpec]
             raise SpecDecError(f"a drafter's own flag must begin with `{start}` and belong to no other drafter: {flag}")
     hints = get_type_hints(spec)
     for name in own:
-        if hints[name] != Devices and not all(map(_has_flag, _options(hints[name]))):
+        options = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else (hints[name],)
+        if hints[name] != Devices and not all(map(_has_flag, options)):
             raise SpecDecError(f"the setting `{name}` has a type that no flag can have: {hints[name]}")
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _has_flag(hint: Any) -> bool:

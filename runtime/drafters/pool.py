@@ -1,8 +1,8 @@
 """The public pool: the outputs of earlier requests, as n-gram counts in bounded memory.
 
-The pool always has exactly the statistics of its last texts, at most `max_tokens` generated tokens: as a new text
-comes, the oldest leaves token by token. It contains no prompts, except their last tokens as patterns before an output's
-first token: prompts repeat less than answers, and a request has its own prompt at hand anyway.
+The pool always has exactly the statistics of its last texts, at most `max_tokens` generated tokens: for a new text, the
+counts of the oldest texts are taken out again. It contains no prompts, except their last tokens as patterns before an
+output's first token: prompts repeat less than answers, and a request has its own prompt at hand anyway.
 """
 
 from collections import deque
@@ -13,7 +13,9 @@ from runtime.core.request import Sequence
 
 @dataclass(slots=True)
 class _Followers:
-    """Followers of a pattern and their counts; `counts` is in the order of the last occurrences."""
+    """Followers of a pattern and their counts, in the order of the followers' last occurrences. `best` is the most
+    frequent follower; of equally frequent followers, the latest.
+    """
 
     best: int = -1
     counts: dict[int, int] = field(default_factory=dict)
@@ -25,9 +27,7 @@ class _Followers:
             self.best = token
 
     def remove(self, token: int) -> None:
-        """Remove the oldest occurrence of a follower; the order of the other followers stays, which is by their last
-        occurrence.
-        """
+        """Remove the oldest occurrence of a follower. The order of followers, by their last occurrence, stays."""
         self.counts[token] -= 1
         if not self.counts[token]:
             del self.counts[token]
@@ -84,7 +84,7 @@ class NgramPool:
 
     def find(self, tokens: list[int], min_size: int = 1) -> tuple[int, int] | None:
         """(n, token): the size of the longest known pattern at the end of `tokens`, and its most frequent follower; of
-        equally frequent ones, the latest. None if no pattern of at least `min_size` tokens is known.
+        equally frequent followers, the latest. None if no pattern of at least `min_size` tokens is known.
         """
         for n in range(min(self.max_matching_ngram_size, len(tokens)), min_size - 1, -1):
             followers = self._followers.get(tuple(tokens[-n:]))

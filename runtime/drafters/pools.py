@@ -1,8 +1,9 @@
-"""Pools of earlier outputs by owner and scope. Lookups search them if a sequence's own text has no longer match.
+"""Pools of earlier outputs by owner and scope. A lookup drafts from a pool whose match is longer than the match in the
+sequence's own text.
 
-A pool has the last outputs of the requests that share a scope: an owner, a system prompt, a JSON schema, or a tool that
-was called. It is a text with a character for each token. Outputs stand one behind the other, each after the last tokens
-of its prompt, so that the beginning of an answer is found too.
+A pool has the last outputs that share a scope: an owner, a system prompt, a JSON schema, or a tool that was called. It
+is a text with a character for each token. Outputs stand one behind the other, each after the last tokens of its prompt,
+so that the beginning of an answer is found too.
 
 An owner's pools are reached by the owner's name alone (`Request.cache_salt`), so tokens of another owner are never
 drafted, whatever the scopes are. The number and size of pools are limited; the least recently used are removed first.
@@ -62,8 +63,9 @@ class Pool:
         self._lengths.append(len(added))
 
     def find(self, tail: str, more_than: int) -> tuple[int, list[int]]:
-        """(n, ends): length of the longest suffix of `tail`, of more than `more_than` tokens, that occurs in an output
-        with a token behind it, and the ends of its occurrences, last first; (0, []) if there is none.
+        """(n, ends): length of the longest suffix of `tail`, of more than `more_than` tokens, that occurs here, and the
+        ends of its occurrences with a token behind them, last first. (0, []) if there is no such suffix, or if it
+        occurs only where outputs end.
         """
         n, last = self._text.find_longest(tail, _LONGEST_MATCH, more_than)
         if not last:
@@ -73,9 +75,7 @@ class Pool:
         return (n, ends) if ends else (0, [])
 
     def continuation(self, ends: list[int], draft_len: int) -> list[int]:
-        """The most frequent token at these places, then the most frequent token after it, up to the end
-        of an output.
-        """
+        """The most frequent token at these places, then the most frequent token after it, up to an output's end."""
         characters, draft = self._text.characters, list[int]()
         while ends and len(draft) < draft_len:
             best = most_frequent([ord(characters[end]) for end in ends])
@@ -87,9 +87,7 @@ class Pool:
 
 
 class OwnerPools:
-    """The pools of all owners, for the lookups of an engine. Outputs in `store` are read when an owner is
-    first used.
-    """
+    """The pools of all owners. An owner's outputs in the `store` are read when the owner asks first."""
 
     def __init__(self, store: OutputStore | None = None, max_tokens: int = MOST_TOKENS) -> None:
         self._store, self.max_tokens = store, max_tokens

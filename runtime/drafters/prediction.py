@@ -37,7 +37,7 @@ class _Place:
 class PredictionLookup:
     """Looks up a predicted output, for all requests that expect this output.
 
-    With `is_whole` false the text is not a prediction, but one of which the output may copy parts: drafts begin when
+    With `is_whole` false the text is not a prediction, but a text of which the output may copy parts: drafts begin when
     the output has begun to copy, and no token counts as predicted.
     """
 

@@ -33,33 +33,33 @@ class Drafter(Protocol):
 
 
 def check_request(drafter: Drafter | None, request: Request) -> None:
-    """Call the drafter's `check_request`, if it has one; it raises SpecDecError for a request that it cannot serve."""
+    """Call the drafter's `check_request`, if it has one: SpecDecError for a request for which it cannot draft."""
     check = getattr(drafter, "check_request", None)
     if check is not None:
         check(request)
 
 
 def look_ahead(drafter: Drafter, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
-    """Propose a draft as if these tokens came next, by the drafter's `look_ahead`; an empty draft if it has no such
-    method.
+    """Propose a draft as if the tokens `drafted` came next, by the drafter's `look_ahead`; an empty draft if it has no
+    such method.
 
-    The drafter knows the sequence, perhaps not its last tokens, and must not learn from `tokens`: they are unverified.
+    The drafter knows the sequence, perhaps not its last tokens, and must not learn from `drafted`: these tokens are
+    unverified.
     """
     ahead = getattr(drafter, "look_ahead", None)
     return Draft([]) if ahead is None else ahead(sequence, drafted, max_draft_len)
 
 
 def knows(drafter: Drafter, sequence: Sequence) -> bool:
-    """True if the drafter has better grounds than a lookup, such as an old answer; its method `knows` says so. False
-    without such a method. The method is called before each step, for every sequence, so that the drafter sees all of
-    them.
+    """True if the drafter's method `knows` says that it has better grounds than a lookup, such as an old answer. False
+    without such a method. It is asked for every sequence of a step, so that the drafter sees all sequences.
     """
     found = getattr(drafter, "knows", None)
     return found is not None and found(sequence)
 
 
 def ask(drafter: Drafter, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-    """A draft for each sequence; SpecDecError if the drafter, which may be a user's, gives another number of drafts."""
+    """A draft for each sequence; SpecDecError if the drafter, which may be a user's, returns anything else."""
     drafts = drafter.propose(sequences, max_draft_len) if sequences else []
     check_num_drafts(drafts, len(sequences))
     return drafts
@@ -68,8 +68,8 @@ def ask(drafter: Drafter, sequences: list[Sequence], max_draft_len: int) -> list
 class CompositeDrafter(ABC):
     """A drafter that asks other drafters, its `members`. A subclass decides how their drafts are used.
 
-    The members check requests, look ahead and forget. Of the drafts that they find ahead, the one with the longest
-    match is taken.
+    Every member checks requests, looks ahead and forgets. Of the drafts found ahead, the draft that `rank_of_match`
+    ranks highest is taken. A sequence is known if one member knows it.
     """
 
     def __init__(self, members: Iterable[Drafter]) -> None:
@@ -94,9 +94,7 @@ class CompositeDrafter(ABC):
 
 
 def rank_of_match(draft: Draft) -> tuple[bool, bool, int]:
-    """Rank of a draft among others: first drafts drawn from a distribution, then drafts with tokens, then those with
-    longer matches.
-    """
+    """Rank of a draft: first drafts drawn from a distribution, then drafts with tokens, then longer matches."""
     return draft.probs is not None, bool(draft.tokens), draft.match_len
 
 

@@ -46,9 +46,8 @@ def published_for(config: dict[str, Any], name: str) -> list[Published]:
 
 
 def drafters_beside(target: Path, named: Iterable[str]) -> Iterator[tuple[str, DrafterSpec]]:
-    """The named drafters, and the drafters in directories and GGUF files beside the target's, each with its name.
-    Drafters beside the target are heads that were trained for a target of its sizes, and smaller models with its
-    vocabulary.
+    """The named drafters, and up to four drafters beside the target, each with its name: heads that were trained for a
+    target of its sizes, and models, or GGUF files, of at most half its bytes whose vocabulary has its size.
     """
     config = read_model_config(target)
     listed = {target.resolve()}

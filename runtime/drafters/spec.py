@@ -39,10 +39,7 @@ class LeaderFlag:
 
 @dataclass(frozen=True)
 class Setting:
-    """Description of a field besides its type and default, as `Annotated` metadata.
-
-    Flags are written as Python names: `ngram_ranking`.
-    """
+    """Description of a field besides its type and default, as `Annotated` metadata. Flags are Python names."""
 
     help: str = ""
     flag: str | None = None
@@ -75,7 +72,7 @@ class Setting:
 
 
 def fields_of(spec: "DrafterSpec | type[DrafterSpec]") -> "tuple[dataclasses.Field[Any], ...]":
-    """Fields of a spec, which is always a dataclass."""
+    """Fields of a spec: every spec is a dataclass."""
     return dataclasses.fields(spec)  # type: ignore[arg-type]
 
 
@@ -91,7 +88,7 @@ class Description:
     flag: str
     form: ListForm | TextForm
     algorithm: str | None = None
-    """The name in leader mode (V2)."""
+    """Name in leader mode (V2); None for a drafter that leader mode cannot name."""
     note: str = ""
     """Text after the form in the flag's help."""
     is_tuned: bool = True
@@ -115,7 +112,9 @@ DRAFTERS: dict[str, "type[DrafterSpec]"] = {}
 
 
 class DrafterSpec(ABC):
-    """Settings of a drafter: a frozen dataclass. A class with a `description` is a drafter of the command line."""
+    """Settings of a drafter: a frozen dataclass. A class with a `description` of its own is a drafter that the command
+    line can choose.
+    """
 
     description: ClassVar[Description]
     is_model: ClassVar[bool] = False
@@ -163,54 +162,50 @@ class DrafterSpec(ABC):
 
     @property
     def draws_by_probs(self) -> bool:
-        """True if its drafts affect sampled tokens, by rejection sampling."""
+        """True if its drafts affect sampled tokens, by rejection sampling, as far as is known."""
         return bool(getattr(self, "use_logits", False))
 
     @property
     def may_draw_by_probs(self) -> bool:
-        """Like `draws_by_probs`, and True also if that is unknown."""
+        """True if its drafts affect sampled tokens, or if that is unknown."""
         return self.draws_by_probs
 
     @property
     def draft_model(self) -> str | Path | None:
-        """The model that drafts, by name or its engine's directory; None for other drafters."""
+        """The draft model, by its name or its engine's directory; None for other drafters."""
         return None
 
     @property
     def num_masks(self) -> int | None:
-        """Number of mask tokens behind a sequence, if a pass of the draft model drafts all tokens; None if a pass
-        drafts one token.
-        """
+        """Number of mask tokens behind a sequence, if one pass drafts all tokens; None for other drafters."""
         return None
 
     def with_own_devices(self) -> "DrafterSpec":
-        """Copy with the draft model's default devices written out."""
+        """A copy with the draft model's devices written out, if they are left to the default."""
         return self
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the lookups that this drafter consists of, in the order in which they are asked."""
+        """Names of its parts in the order in which they are asked: n-gram lookup in a text, then in a corpus."""
         return (self.name,)
 
     def of_target(self, model: str | Path | None) -> "DrafterSpec":
-        """A copy that knows the target. `model` is the name or directory from which an `LLM` was made; None for an
-        engine's directory.
+        """A copy that knows the target. `model` is the name or directory from which an `LLM` was made; None if that was
+        an engine's directory.
         """
         return self
 
     def with_draft_model(self, engine_dir: Path) -> "DrafterSpec":
-        """Copy with this engine as its draft model; the spec itself if it has no draft model."""
+        """A copy with this engine as its draft model; the spec itself if it has no draft model."""
         return self
 
     def read_heads(self) -> "list[HeadConfig]":
-        """Configs of its trained drafters, for which the target's engine must be built. SpecDecError if a head cannot
-        be read.
-        """
+        """Configs of its heads, for which the target's engine must be built; SpecDecError if a head cannot be read."""
         return []
 
     @classmethod
     def reads(cls, model: str | Path) -> bool:
-        """True if this drafter drafts with a model like `model`."""
+        """True if `model`, which a setting names (`models`), is of the kind that this drafter drafts with."""
         return True
 
     @classmethod
@@ -245,11 +240,11 @@ class DrafterSpec(ABC):
 
     @classmethod
     def models(cls) -> dict[str, Setting]:
-        """Settings that name models. A command line must give them."""
+        """Settings that name models. A command line must give them, unless the target is the model (`is_in_model`)."""
         return {name: setting for name, setting in cls.settings().items() if setting.names_model}
 
     def record(self, device_ids: tuple[int, ...]) -> Any:
-        """The settings as a record for documents, with the target's devices."""
+        """The settings as a record for documents, with the target's devices; a text for a `TextForm`."""
         form = self.description.form
         if isinstance(form, TextForm):
             return form.write(self, device_ids)

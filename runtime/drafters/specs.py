@@ -9,25 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from runtime.checkpoint.config import MAX_DRAFT_LEN
 from runtime.drafters.lists import Devices, Entry, ListForm, TextForm
 from runtime.drafters.plugins import load_plugins
 from runtime.drafters.spec import DRAFTERS as DRAFTERS
-from runtime.drafters.spec import (
-    Description,
-    DrafterSpec,
-    NgramRanking,
-    PoolKind,
-    Setting,
-)
-from runtime.drafters.trtllm import (
-    DRAFT_LEN,
-    DRAFT_MODEL_FLAG,
-    LONGEST_LOOKUP,
-    LONGEST_OF_BLOCKS,
-    LONGEST_OF_PARD,
-    MAX_LEN_FLAG,
-    NGRAM_SIZE_FLAG,
-)
+from runtime.drafters.spec import Description, DrafterSpec, LeaderFlag, NgramRanking, PoolKind, Setting
 from runtime.util.errors import SpecDecError, UsageError, draft_engine_errors
 
 if TYPE_CHECKING:
@@ -56,8 +42,26 @@ __all__ = [
 """Names that Python users import, through `specdec_cli`."""
 
 
-_LENGTH = Setting(at_least=1, leader=MAX_LEN_FLAG)
-LookupLen = Annotated[int, replace(_LENGTH, leader_default=LONGEST_LOOKUP)]
+DRAFT_LEN = 4
+"""TensorRT-LLM's default."""
+_LONGEST_LOOKUP = 10
+_LONGEST_OF_BLOCKS = 7
+"""Draft length of DSpark's published heads, and of DFlash heads with a block of 8."""
+_LONGEST_OF_PARD = 8
+"""Draft length that parallel draft models are trained for (arXiv 2504.18583)."""
+# Flags of leader mode are spelled as in TensorRT-LLM's quickstart_advanced.py.
+_DRAFT_MODEL_FLAG = LeaderFlag("draft_model_dir", "The draft model, as for `--model-dir`, or a trained head.")
+_LENGTH = Setting(
+    at_least=1,
+    leader=LeaderFlag(
+        "spec_decode_max_draft_len",
+        "Most tokens in a draft.",
+        shown=f"{DRAFT_LEN}; {_LONGEST_OF_BLOCKS} for blocks; {_LONGEST_OF_PARD} for parallel draft models; "
+        f"{_LONGEST_LOOKUP} for lookups, unless lengths are fixed",
+        at_most=MAX_DRAFT_LEN,
+    ),
+)
+LookupLen = Annotated[int, replace(_LENGTH, leader_default=_LONGEST_LOOKUP)]
 ModelLen = Annotated[int, replace(_LENGTH, leader_default=DRAFT_LEN)]
 SharedPool = Annotated[
     PoolKind,
@@ -81,7 +85,7 @@ class LookupDrafter(DrafterSpec):
     @property
     @abstractmethod
     def pool(self) -> PoolKind:
-        """Finished outputs that it searches too: "owner" for those of a request's owner, "public" for all."""
+        """Finished outputs that it searches too: none, those of the request's owner, or all ("public")."""
 
     def make_pool(self) -> "NgramPool":
         from runtime.drafters.pool import NgramPool
@@ -90,13 +94,13 @@ class LookupDrafter(DrafterSpec):
 
     @abstractmethod
     def lookup(self, pool: "NgramPool | None") -> "Drafter":
-        """The bare lookup, without automatic lengths. It also searches other requests' outputs if `pool` is given."""
+        """The bare lookup, without automatic lengths. It also searches all requests' outputs if a `pool` is given."""
 
     def open_lookup(
         self, costs: "CostModel | None", clock: "Clock | None" = None, owner_pools: "OwnerPools | None" = None
     ) -> "OpenDrafter":
-        """Open the lookup without an engine. If `costs` are known, its drafts are cut to the length that pays. `clock`
-        as in `AdaptiveDrafter`. `owner_pools` are pools to share with other lookups; None to have its own.
+        """Open the lookup without an engine. If `costs` are known, its drafts are cut to the length that pays, by a
+        `clock` as in `AdaptiveDrafter`. `owner_pools` are shared with other lookups; None to have pools of its own.
         """
         from runtime.drafters.opened import OpenDrafter, adapted
         from runtime.drafters.pools import OwnerPools, PooledLookup
@@ -116,9 +120,7 @@ class LookupDrafter(DrafterSpec):
 @dataclass(frozen=True)
 class NgramDrafter(LookupDrafter):
     """N-gram lookup: drafts the tokens that followed the last tokens at an earlier occurrence
-    (`runtime.drafters.ngram`).
-
-    `corpus` is a file that is searched if the text itself and the pool have no match.
+    (`runtime.drafters.ngram`). `corpus` is a file that is searched if the lookup drafts nothing.
     """
 
     description = Description(
@@ -139,7 +141,12 @@ class NgramDrafter(LookupDrafter):
 
     max_draft_len: LookupLen = 10
     max_matching_ngram_size: Annotated[
-        int, Setting(leader=NGRAM_SIZE_FLAG, at_least=1, hint="2 looks up the last two tokens")
+        int,
+        Setting(
+            leader=LeaderFlag("max_matching_ngram_size", "Longest n-gram to look up."),
+            at_least=1,
+            hint="2 looks up the last two tokens",
+        ),
     ] = 2
     min_matching_ngram_size: Annotated[
         int,
@@ -222,9 +229,7 @@ class NgramDrafter(LookupDrafter):
 
 @dataclass(frozen=True)
 class SuffixDrafter(LookupDrafter):
-    """Suffix matching: drafts the tokens that most often followed the longest match of any length
-    (`runtime.drafters.suffix`).
-    """
+    """Suffix matching (`runtime.drafters.suffix`): drafts what most often followed the longest match of any length."""
 
     description = Description(
         "suffix",
@@ -288,7 +293,7 @@ class DraftTargetDrafter(DrafterSpec):
         Setting(
             "Engine of a draft model, or a trained head.",
             flag="draft_engine_dir",
-            leader=DRAFT_MODEL_FLAG,
+            leader=_DRAFT_MODEL_FLAG,
             is_path=True,
             key="draft_engine_dir",
         ),
@@ -324,10 +329,8 @@ class DraftTargetDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class PardDrafter(DraftTargetDrafter):
-    """A parallel draft model (`runtime.drafters.parallel`): one pass drafts all tokens.
-
-    `model` as in `DraftTargetDrafter`; it must have the target's tokenizer, and a `pard_token` in its config.json.
-    `use_logits` and `device_ids` as there.
+    """A parallel draft model (`runtime.drafters.parallel`): one pass drafts all tokens. Fields as in
+    `DraftTargetDrafter`; `model` must have the target's tokenizer, and a `pard_token` in its config.json.
     """
 
     description = Description(
@@ -340,8 +343,8 @@ class PardDrafter(DraftTargetDrafter):
         label="PARD",
     )
 
-    max_draft_len: Annotated[int, replace(_LENGTH, leader_default=LONGEST_OF_PARD, leader_fixed=LONGEST_OF_PARD)] = (
-        LONGEST_OF_PARD
+    max_draft_len: Annotated[int, replace(_LENGTH, leader_default=_LONGEST_OF_PARD, leader_fixed=_LONGEST_OF_PARD)] = (
+        _LONGEST_OF_PARD
     )
 
     @classmethod
@@ -362,12 +365,15 @@ class PardDrafter(DraftTargetDrafter):
 
 
 def _head_setting(help: str) -> Setting:
-    return Setting(help, flag="draft_engine_dir", leader=DRAFT_MODEL_FLAG, is_path=True, key="head_dir")
+    return Setting(help, flag="draft_engine_dir", leader=_DRAFT_MODEL_FLAG, is_path=True, key="head_dir")
 
 
 @dataclass(frozen=True)
 class HeadDrafter(DrafterSpec):
-    """A trained drafter, which reads the target's hidden states (`runtime.drafters.head_draft`)."""
+    """A trained drafter, which reads the target's hidden states (`runtime.drafters.head_draft`).
+
+    `head` is its directory; the engine must be built for it. `use_logits` as in `DraftTargetDrafter`.
+    """
 
     is_model, reads_states = True, True
     kind: ClassVar[str]
@@ -416,10 +422,7 @@ def _form_of_model(length: int) -> ListForm:
 
 @dataclass(frozen=True)
 class EagleDrafter(HeadDrafter):
-    """An EAGLE-3 head, trained for the target.
-
-    `head` is its directory; the engine must be built for it. `use_logits` as for a draft model.
-    """
+    """An EAGLE-3 head, trained for the target. Its fields are those of `HeadDrafter`."""
 
     description = Description(
         "eagle",
@@ -437,10 +440,7 @@ class EagleDrafter(HeadDrafter):
 
 @dataclass(frozen=True)
 class DFlashDrafter(HeadDrafter):
-    """A DFlash or DSpark head, which drafts a block of tokens in one pass.
-
-    `head` is its directory; the engine must be built for it. `use_logits` as for a draft model.
-    """
+    """A DFlash or DSpark head, which drafts a block of tokens in one pass. Its fields are those of `HeadDrafter`."""
 
     description = Description(
         "dflash",
@@ -455,16 +455,13 @@ class DFlashDrafter(HeadDrafter):
 
     head: Annotated[str | Path, _head_setting("Directory of the DFlash or DSpark head.")]
     max_draft_len: Annotated[
-        int, replace(_LENGTH, leader_default=LONGEST_OF_BLOCKS, leader_fixed=LONGEST_OF_BLOCKS)
-    ] = LONGEST_OF_BLOCKS
+        int, replace(_LENGTH, leader_default=_LONGEST_OF_BLOCKS, leader_fixed=_LONGEST_OF_BLOCKS)
+    ] = _LONGEST_OF_BLOCKS
 
 
 @dataclass(frozen=True)
 class AssistantDrafter(HeadDrafter):
-    """A Gemma 4 assistant, which reads the target's keys and values.
-
-    `head` is its directory; the engine must be built for it. `use_logits` as for a draft model.
-    """
+    """A Gemma 4 assistant, which reads the target's keys and values. Its fields are those of `HeadDrafter`."""
 
     description = Description(
         "assistant",
@@ -482,10 +479,8 @@ class AssistantDrafter(HeadDrafter):
 
 @dataclass(frozen=True)
 class MtpDrafter(HeadDrafter):
-    """The MTP head in a model's own files (multi-token prediction).
-
-    `head` is the directory or hub id of the model with the head; None for the target's own head. The head reads the
-    target's hidden states. `use_logits` as for a draft model.
+    """The MTP head (multi-token prediction) in the files of the model `head`, a directory or hub id; None: the target's
+    own head.
     """
 
     description = Description(
@@ -503,9 +498,7 @@ class MtpDrafter(HeadDrafter):
     max_draft_len: ModelLen = 3
 
     def of_target(self, model: str | Path | None) -> "MtpDrafter":
-        """A copy that knows the target. SpecDecError for a model whose config describes an MTP head that its files
-        lack.
-        """
+        """A copy whose head is the target's own; SpecDecError for a model whose config or files have none."""
         if self.head is not None or model is None:
             return self
         of_model = replace(self, head=model)
@@ -529,10 +522,8 @@ class MtpDrafter(HeadDrafter):
 
 @dataclass(frozen=True)
 class SelfDrafter(DrafterSpec):
-    """The target's own copy with quantized weights (`runtime.drafters.draft_target`); the engine must contain this
-    copy.
-
-    `use_logits` as for a draft model.
+    """The target's own copy with quantized weights (`runtime.drafters.draft_target`), which the engine must contain.
+    `use_logits` as in `DraftTargetDrafter`.
     """
 
     description = Description(
@@ -555,9 +546,8 @@ class SelfDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class GrammarDrafter(DrafterSpec):
-    """Drafts only the tokens that an output's grammar forces (`runtime.drafters.under_grammar`).
-
-    With any other drafter these tokens are drafted too, if a request has a grammar.
+    """Drafts only the tokens that an output's grammar forces (`runtime.drafters.under_grammar`). With any other drafter
+    these tokens are drafted too.
     """
 
     description = Description(
@@ -567,7 +557,7 @@ class GrammarDrafter(DrafterSpec):
         flag="grammar_config",
         form=_FORM_OF_LENGTH,
         algorithm="GRAMMAR",
-        note=" Other drafters have it too.",
+        note=" Other drafters draft these tokens too.",
         is_tuned=False,
     )
 
@@ -608,9 +598,7 @@ class AnswerDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class CustomDrafter(DrafterSpec):
-    """The user's own drafter: the object that the function `factory` of a module returns. `max_draft_len` None: no
-    limit of its own.
-    """
+    """The user's own drafter: the object that the function `factory` of a module returns."""
 
     description = Description(
         "custom",
@@ -664,11 +652,11 @@ class InlineDrafter(DrafterSpec):
         return opening.guarded(guarded_drafter(name, self.drafter), self.max_draft_len)
 
 
-load_plugins()  # here, where all that they import from this module is there
+load_plugins()  # here: the names that packages import from this module are defined above
 
 
 def lookups() -> list[type[LookupDrafter]]:
-    """Names of the drafters that find drafts in earlier tokens, including those of other packages."""
+    """Classes of the drafters that find drafts in earlier tokens, including classes of other packages."""
     return [spec for spec in DRAFTERS.values() if issubclass(spec, LookupDrafter)]
 
 

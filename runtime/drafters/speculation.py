@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Speculation:
     """The drafters, and the way in which draft lengths are chosen. Each sequence gets the draft that promises most.
 
-    Without drafters it is false. `draft_len_mode` None stands for `default_mode`.
+    `bool` of it is False without drafters. `draft_len_mode` None stands for `default_mode`.
     """
 
     drafters: tuple[DrafterSpec, ...] = ()
@@ -53,7 +53,7 @@ class Speculation:
 
     @property
     def lookup(self) -> LookupDrafter | None:
-        """The drafter, if it is the only drafter and a lookup: only a lookup can draft for recorded answers again."""
+        """The only drafter, if it is a lookup: only lookups can draft for recorded answers again."""
         return self.drafters[0] if len(self.drafters) == 1 and isinstance(self.drafters[0], LookupDrafter) else None
 
     @property
@@ -71,24 +71,22 @@ class Speculation:
 
     @property
     def draws_by_probs(self) -> bool:
-        """True if drafts affect sampled tokens, by rejection sampling. False for a user's own drafter, for which it is
-        unknown.
-        """
+        """True if drafts affect sampled tokens, by rejection sampling, as far as is known."""
         return any(drafter.draws_by_probs for drafter in self.drafters)
 
     @property
     def may_draw_by_probs(self) -> bool:
-        """Like `draws_by_probs`, and True also if that is unknown."""
+        """True if drafts affect sampled tokens, or if that is unknown."""
         return any(drafter.may_draw_by_probs for drafter in self.drafters)
 
     @property
     def shares_pool(self) -> bool:
-        """True if a request's drafts may come from other requests' outputs."""
+        """True if a lookup also searches outputs of other requests. Old answers do not count."""
         return any(isinstance(drafter, LookupDrafter) and drafter.pool != "private" for drafter in self.drafters)
 
     @property
     def max_draft_len(self) -> int | None:
-        """Length of the longest drafts, 0 without a drafter; None if a drafter has no bound."""
+        """Length of the longest drafts; 0 without a drafter, and None if a drafter has no bound."""
         known = [drafter.max_draft_len for drafter in self.drafters if drafter.max_draft_len is not None]
         return max(known, default=0) if len(known) == len(self.drafters) else None
 
@@ -116,7 +114,7 @@ class Speculation:
 
     @property
     def lengths_label(self) -> str:
-        """Draft lengths of the drafters, as text."""
+        """The drafters' longest drafts, such as `to 10` or `auto, to 10, 4`; `-` without a drafter."""
         lengths = ", ".join(str(drafter.max_draft_len) for drafter in self.drafters)
         if not lengths:
             return "-"
@@ -146,9 +144,7 @@ class Speculation:
         return replace(self, draft_len_mode=draft_len_mode)
 
     def with_length(self, max_draft_len: int) -> "Speculation":
-        """Copy with drafts of at most `max_draft_len` tokens: for the drafters that are models, or for all if
-        none is.
-        """
+        """A copy with drafts of at most this length: for the drafters that are models, or for all if none is."""
         return self.with_drafters(
             replace(drafter, max_draft_len=min(max_draft_len, drafter.max_draft_len or max_draft_len))  # type: ignore[type-var]
             if drafter.is_model or not self.has_model
@@ -162,17 +158,8 @@ class Speculation:
         """
         return "auto" if self and is_leader and not self.draws_by_probs else "fixed"
 
-    def _check_has_copy(self, *, has_copy: bool) -> None:
-        """SpecDecError if the target is to draft for itself and the engine has no copy for it."""
-        if not has_copy and self.needs_copy:
-            raise SpecDecError(
-                "the engine has no copy of its model that could draft for it",
-                hint="build it with a copy that drafts",
-                code="no_self_draft",
-            )
-
-    def _check_states(self, build: "BuildConfig") -> None:
-        """SpecDecError for a trained drafter if the engine gives no hidden states."""
+    def _check_parts(self, build: "BuildConfig") -> None:
+        """SpecDecError if the engine lacks the hidden states or the self-draft copy that a drafter needs."""
         if not build.hidden_states and (heads := self.read_heads()):
             raise SpecDecError(
                 f"the engine's step gives no hidden states, which a trained drafter reads: {heads[0].directory}",
@@ -180,9 +167,15 @@ class Speculation:
                 code="no_hidden_states",
                 head=heads[0].directory,
             )
+        if build.self_draft is None and self.needs_copy:
+            raise SpecDecError(
+                "the engine has no copy of its model that could draft for it",
+                hint="build it with a copy that drafts",
+                code="no_self_draft",
+            )
 
     def check_files(self) -> None:
-        """SpecDecError for a model or a corpus that is missing, as far as that shows without torch."""
+        """SpecDecError for a model, a head or a corpus whose files, read without torch, are missing or unfit."""
         from runtime.drafters.heads.head_config import check_is_parallel
         from runtime.text.corpus import Corpus
 
@@ -196,11 +189,11 @@ class Speculation:
                 Corpus.open(corpus)
 
     def check_fits(self, build: "BuildConfig | None", *, is_cut: bool = False) -> None:
-        """SpecDecError if the engine was built for shorter drafts, for no drafts, or without the self-draft copy that
-        is needed.
+        """SpecDecError if the engine was built for shorter drafts, for no drafts, or without the self-draft copy or the
+        hidden states that are needed.
 
-        `build` None: the engine is still to be built for these drafts. With `is_cut`, longer drafts are cut instead of
-        refused.
+        `build` None: the engine is still to be built for these drafts, and UsageError if no engine takes drafts of this
+        length. With `is_cut`, drafts longer than the engine's are cut instead of refused.
         """
         wanted = self.max_draft_len
         if (build is None or is_cut) and (wanted or 0) > MAX_DRAFT_LEN:
@@ -208,8 +201,7 @@ class Speculation:
         if build is None:
             return
         engine_max_draft_len = build.max_draft_len
-        self._check_states(build)
-        self._check_has_copy(has_copy=build.self_draft is not None)
+        self._check_parts(build)
         if self and not is_cut and (engine_max_draft_len == 0 or (wanted or 0) > engine_max_draft_len):
             takes = f"takes drafts of at most {engine_max_draft_len} tokens"
             built = takes if engine_max_draft_len else "was built without drafts"
@@ -232,15 +224,14 @@ def head_drafter(model: str | Path) -> DrafterSpec | None:
 
 
 def model_drafter(model: str | Path) -> DrafterSpec:
-    """The drafter for a model. For a trained head, or a model with one, the head's drafter; otherwise a draft model,
-    which may be a parallel draft model.
-    """
-    parallel = PardDrafter(model) if PardDrafter.reads(model) else None
-    return head_drafter(model) or parallel or DraftTargetDrafter(model)
+    """The drafter for a model: for the head that it is or contains, else for a draft model."""
+    return head_drafter(model) or (PardDrafter if PardDrafter.reads(model) else DraftTargetDrafter)(model)
 
 
 def _check_draft_model(model: str | Path) -> None:
-    """SpecDecError unless it can be a draft model. A `Path` is an engine's directory, a string a model."""
+    """SpecDecError unless `model` can be a draft model. A `Path` is an engine's directory; a string names a model or an
+    engine's directory.
+    """
     from runtime.checkpoint.bundle import is_engine_dir, read_bundle
     from runtime.checkpoint.resolve import read_model_config, resolve_model
 

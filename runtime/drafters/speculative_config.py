@@ -14,20 +14,6 @@ from runtime.drafters.speculation import Speculation, head_drafter, model_drafte
 from runtime.util.errors import UsageError
 from runtime.util.words import nearest
 
-_METHODS = {
-    "ngram": "NGRAM",
-    "suffix": "SUFFIX",
-    "answers": "ANSWERS",
-    "draft_model": "DRAFT_TARGET",
-    "draft_target": "DRAFT_TARGET",
-    "drafttarget": "DRAFT_TARGET",
-    "eagle": "EAGLE3",
-    "eagle3": "EAGLE3",
-    "mtp": "MTP",
-    "dflash": "DFLASH",
-    "pard": "PARD",
-    "auto": "AUTO",
-}
 _METHOD_KEYS = ("method", "decoding_type", "algorithm")
 _FLAGS = {
     "num_speculative_tokens": "spec_decode_max_draft_len",
@@ -48,16 +34,16 @@ _SAID_ANYWAY = {
     "disable_padded_drafter_batch": (True, False),
     "parallel_drafting": (True, False),
 }
-"""Keys with the values for which they change no output here."""
+"""Keys that name no flag, each with the values that are accepted."""
 _EXAMPLE = """`{"method": "ngram", "num_speculative_tokens": 5}`"""
 _ALGORITHMS = {spec.description.algorithm: spec for spec in DRAFTERS.values() if spec.description.algorithm}
 _AUTO = "AUTO"
+_OTHER_WORDS = {"drafttarget": "DRAFT_TARGET", "eagle": "EAGLE3"}
+_METHODS = {algorithm.lower(): algorithm for algorithm in (*_ALGORITHMS, _AUTO)} | {"draft_model": "DRAFT_TARGET"}
 
 
 def flags_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags by their Python names; `spec_decode_algo` chooses the drafter. UsageError for a key that corresponds to no
-    flag.
-    """
+    """Flags by their Python names; `spec_decode_algo` chooses the drafter. UsageError for an unknown key."""
     flags: dict[str, Any] = {}
     for key, value in config.items():
         if key in _METHOD_KEYS:
@@ -82,13 +68,14 @@ def flags_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def speculation_of_config(config: Mapping[str, Any], model: str | None) -> Speculation:
     """Drafters for an `LLM` of this model; `model` is None for an engine. UsageError as in `flags_of_config`."""
     if not isinstance(config, Mapping) or not config:
-        raise UsageError(f"speculative_config is no dict with keys: {config!r:.100}", hint=f"{_EXAMPLE} is one")
+        raise UsageError(f"speculative_config is no dict with keys: {config!r:.100}", hint=f"{_EXAMPLE} is an example")
     values = flags_of_config(config)
     algorithm, draft_model = values.pop("spec_decode_algo", None), values.pop("draft_model_dir", None)
     if algorithm == _AUTO:
-        lookups = [_made(spec, values, None, model) for spec in DRAFTERS.values() if spec.is_in_auto]
+        specs = [spec for spec in DRAFTERS.values() if spec.is_in_auto]
         trained = model_drafter(draft_model) if draft_model else head_drafter(model) if model else None
-        return Speculation((*lookups, *([] if trained is None else [trained])))
+        specs += [] if trained is None else [type(trained)]
+        return Speculation(tuple(_made(spec, values, draft_model, model) for spec in specs))
     spec = type(model_drafter(draft_model)) if algorithm is None else _ALGORITHMS[algorithm]
     return Speculation((_made(spec, values, draft_model, model),))
 
@@ -119,13 +106,12 @@ def _made(
 
 def _algorithm(method: Any) -> str:
     name = str(method).lower().replace("-", "_")
-    found = _METHODS.get(name) or ("MTP" if name.endswith("_mtp") else name.upper())
-    if found not in (*_ALGORITHMS, _AUTO):
+    found = (_METHODS | _OTHER_WORDS).get(name) or ("MTP" if name.endswith("_mtp") else None)
+    if found is None:
         near = nearest(name, _METHODS)
         raise UsageError(
             f"speculative_config names no method of specdec's: {method}",
-            hint=("" if near is None else f"perhaps `{near}`; ")
-            + f"there are {', '.join(sorted({*_METHODS} - {'drafttarget', 'eagle'}))}",
+            hint=("" if near is None else f"perhaps `{near}`; ") + f"there are {', '.join(sorted(_METHODS))}",
         )
     return found
 
@@ -135,5 +121,6 @@ def _checked(key: str, value: Any) -> Any:
     is_right = isinstance(value, str) if is_model else isinstance(value, int) and not isinstance(value, bool)
     if not is_right or (not is_model and value < 1):
         wanted = "a model's name or directory" if is_model else "a whole number from 1 up"
-        raise UsageError(f"speculative_config needs {wanted}: {key}: {value!r}", hint=f"{_EXAMPLE} is one")
+        example = f'`"{key}": "demo-draft"`' if is_model else f'`"{key}": 5`'
+        raise UsageError(f"speculative_config needs {wanted}: {key}: {value!r}", hint=f"{example} is an example")
     return value

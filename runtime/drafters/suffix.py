@@ -1,27 +1,22 @@
-"""Drafts by the longest match of any length, followed by the tokens that came after it most often (SuffixDecoding,
-arXiv 2411.04975).
-"""
+"""Drafts by the longest match of any length and its most frequent followers (SuffixDecoding, arXiv 2411.04975)."""
 
 from runtime.core.request import Draft
 from runtime.drafters.lookup import History, TextLookup, as_characters, cut_at_end_id, most_frequent
-from runtime.drafters.pool import NgramPool
 
-_LONGEST_MATCH = 31
-"""Limit on the length of a match, which grows with the draft. SuffixDecoding's trees have a depth of 64."""
 _PUBLIC_MARGIN = 2
 """Number of tokens by which a public match must be longer than a private match to be followed."""
 
 
 class SuffixLookup(TextLookup):
-    """Follows, token by token, the most frequent follower of the longest match; of equally frequent ones, the latest.
+    """Follows, token by token, the most frequent follower of the longest match; of equally frequent followers, the
+    latest.
 
     Matches are searched in the sequence itself, including the draft so far. With a `pool`, the pool's longest pattern
     is followed if it is more than two tokens longer than the sequence's own match, or if the sequence has no match.
     """
 
-    def __init__(self, *, pool: NgramPool | None = None) -> None:
-        super().__init__(pool)
-        self._longest_match = _LONGEST_MATCH
+    _longest_match = 31
+    """Limit on the length of a match, which grows with the draft. SuffixDecoding's trees have a depth of 64."""
 
     def _look_up(self, history: History, max_draft_len: int) -> Draft:
         return self._look_up_after(history, [], min(max_draft_len, history.sequence.max_draft_len))
@@ -32,7 +27,8 @@ class SuffixLookup(TextLookup):
         while len(draft) < draft_len:
             if not ends:
                 tail = text.characters + as_characters([*new, *draft])
-                n, ends = text.find(tail, longest + len(draft))
+                n, last = text.find_longest(tail, longest + len(draft))
+                ends = text.ends_before(tail[-n:], last) if n else []
             public = self._find_public([*tokens[:num_read], *new, *draft], n) if self.pool else None
             if public is None and not ends:
                 break

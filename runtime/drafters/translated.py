@@ -18,20 +18,20 @@ from runtime.text.token_text import Texts, texts_after, token_bytes
 
 @dataclass
 class _Written:
-    """A text in a tokenizer's tokens, with the text's length up to each token."""
+    """A text in a tokenizer's tokens. `ends` has the text's length up to the end of each token."""
 
     tokens: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
     def num_before(self, place: int) -> int | None:
-        """Number of tokens whose text ends before this position; None if a token crosses it."""
+        """Number of tokens whose text ends at this position or before; None if a token crosses the position."""
         num = sum(end <= place for end in self.ends)
         return num if (self.ends[num - 1] if num else 0) == place else None
 
 
 @dataclass
 class _Translated:
-    """A request's tokens in both tokenizers. `texts` continues where `text` ends."""
+    """A request's text in the tokens of both tokenizers. `texts` continues where `text` ends."""
 
     texts: Texts
     draft_request: Request
@@ -50,9 +50,7 @@ class TranslatedDraftModel:
         self._translated: dict[int, _Translated] = {}
 
     def check_request(self, request: Request) -> None:
-        """SpecDecError if the draft engine has no room for the prompt. Drafts end when it has no more room for the
-        output.
-        """
+        """SpecDecError if the draft engine has no room for the prompt; without room for the output drafts end."""
         prompt = self._begin(request).draft.tokens
         self.model.check_request(replace(request.with_prompt(request.id, prompt), max_new_tokens=1))
 
@@ -71,7 +69,7 @@ class TranslatedDraftModel:
         made = _Translated(texts_after(self.tokenizer, []), request)
         self._read(made, request.prompt_tokens)
         self._write_anew(made)
-        # It drafts as long as its engine has room, whatever the budget is in its tokens.
+        # The draft model drafts as long as its engine has room, whatever the request's budget is.
         engine, prompt = self.model.engine, tuple(made.draft.tokens)
         room = min(engine.config.build_config.max_request_len, engine.num_cache_tokens) - len(prompt)
         salt = request.cache_salt
@@ -100,10 +98,10 @@ class TranslatedDraftModel:
         place = _last_word(one.text, known)
         num_kept = None if place is None else one.draft.num_before(place)
         if place is None or num_kept is None:
-            return self._write_anew(one)
-        kept = _Written(one.draft.tokens[:num_kept], one.draft.ends[:num_kept])
-        one.draft = self._read_back(kept, _encode_within(self.draft_tokenizer, one.text[place:]) or [], place)
-        return None
+            self._write_anew(one)
+        else:
+            kept = _Written(one.draft.tokens[:num_kept], one.draft.ends[:num_kept])
+            one.draft = self._read_back(kept, _encode_within(self.draft_tokenizer, one.text[place:]) or [], place)
 
     def _write_anew(self, one: _Translated) -> None:
         tokens = token_ids(self.draft_tokenizer, one.text, verbose=False)
@@ -119,7 +117,7 @@ class TranslatedDraftModel:
         return _Written([*kept.tokens, *tokens], [*kept.ends, *ends])
 
     def _in_own_tokens(self, one: _Translated, drafted: list[int]) -> list[int]:
-        """The drafted text in the target's tokens, after the sequence's; empty if the target has no tokens for it."""
+        """The drafted text in the target's tokens; empty if the target has no tokens for it."""
         texts = texts_after(self.draft_tokenizer, one.draft.tokens)
         added = "".join(map(texts.add, drafted))
         if not added:
@@ -135,7 +133,7 @@ class TranslatedDraftModel:
 
 
 def _last_word(text: str, end: int) -> int | None:
-    """Position of the last single space between two words before `end`; None if there is no such space."""
+    """Position before `end` of the last single space between two words; None if there is no such space."""
     place = text.rfind(" ", 0, end)
     while place > 0:
         if not text[place - 1].isspace() and not text[place + 1 : place + 2].isspace() and place + 1 < len(text):
@@ -145,9 +143,8 @@ def _last_word(text: str, end: int) -> int | None:
 
 
 def _encode_within(tokenizer: Tokenizer, text: str) -> list[int] | None:
-    """The tokens of a text that continues another.
-
-    None for a text that begins within a word if the tokenizer puts a space before every text.
+    """The tokens of a text that continues another text; None if it begins within a word and the tokenizer puts a space
+    before every text.
     """
     of_token = token_bytes(tokenizer)
     if of_token is None or not of_token.drops_space:

@@ -19,7 +19,8 @@ class NothingDrafted:
 
 
 class UnderGrammar(CompositeDrafter):
-    """Another drafter's drafts, each cut before its first forbidden token and continued with forced tokens.
+    """Another drafter's drafts, each cut before its first forbidden token and continued with forced tokens. Drafts that
+    were drawn from a distribution are cut behind that token.
 
     If the next token is forced, the draft consists of forced tokens. A drafter with `is_model` is not asked then; other
     drafters are, because they time their steps.
@@ -46,7 +47,7 @@ def _forced(sequence: Sequence, drafted: list[int]) -> list[int]:
 
 
 def _fitting(sequence: Sequence, draft: Draft, forced: list[int], max_draft_len: int) -> Draft:
-    """The draft cut to the tokens that the request allows, followed by forced tokens."""
+    """The draft, cut and continued as `UnderGrammar` says; `forced` are the tokens that are forced before any draft."""
     if not sequence.sampler.is_held:
         return draft
     num_legal = sequence.sampler.num_legal(sequence.tokens, draft.tokens)

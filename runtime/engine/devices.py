@@ -1,6 +1,6 @@
 """Devices of a CPU: device i is the i-th NUMA node or, on a machine with one node, the i-th equal share of the cores.
 
-Only cores that this process may use are counted. Nothing here needs torch.
+Only cores that this process may use are counted, and only nodes that have such cores. Nothing here needs torch.
 """
 
 import os
@@ -8,17 +8,13 @@ import warnings
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import cache
-from pathlib import Path
 
 from runtime.util.errors import SpecDecWarning, UsageError
-
-_NODES_DIR = Path("/sys/devices/system/node")
+from runtime.util.machine import allowed_cores, numa_nodes
 
 
 def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ...]:
-    """The devices of an engine's ranks, by default the first ones; UsageError unless there is a device
-    for each rank.
-    """
+    """The devices of an engine's ranks, by default the first; UsageError unless each rank has a device."""
     if device_ids is None:
         return tuple(range(tp_size))
     if len(device_ids) != tp_size:
@@ -27,9 +23,12 @@ def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ..
             f"{list(device_ids)}",
             hint=f"name {tp_size} device{'s' if tp_size > 1 else ''}, one for each rank",
         )
+    if min(device_ids) < 0:
+        raise UsageError(f"devices are numbered from 0: {list(device_ids)}", hint="use 0 for the first device")
     if len(set(device_ids)) < len(device_ids):
         raise UsageError(
-            f"a device is named twice, and each has one rank of an engine: {list(device_ids)}", hint="name each once"
+            f"a device is named twice, and each has one rank of an engine: {list(device_ids)}",
+            hint="name each device once",
         )
     return tuple(device_ids)
 
@@ -37,20 +36,20 @@ def check_device_ids(device_ids: Seq[int] | None, tp_size: int) -> tuple[int, ..
 def cores_of(device_ids: Seq[int]) -> list[list[int]]:
     """The cores of each device; UsageError if there is no such NUMA node."""
     usable = usable_cores()
-    nodes = [sorted(usable & cores) for cores in _numa_nodes() if usable & cores]
+    nodes = [sorted(usable & cores) for cores in numa_nodes() if usable & cores]
     if len(nodes) > 1:
         if max(device_ids) >= len(nodes):
             raise UsageError(
                 f"there is no such device (a CPU's are its {len(nodes)} NUMA nodes): {max(device_ids)}",
-                hint="they are numbered from 0",
+                hint="NUMA nodes are numbered from 0",
             )
         return [nodes[device_id] for device_id in device_ids]
     return equal_shares(sorted(usable), device_ids)
 
 
 def equal_shares(cores: Seq[int], device_ids: Seq[int]) -> list[list[int]]:
-    """Cores split into as many shares as the largest id needs. If there are too few cores, neighbouring shares have a
-    core in common.
+    """The shares of these devices, if the cores are split into as many shares as the largest id needs: [0, 1] are the
+    halves. If there are too few cores, neighbouring shares have a core in common, and a SpecDecWarning says so.
     """
     count, num_cores = max(device_ids) + 1, len(cores)
     if count > num_cores:
@@ -65,26 +64,10 @@ def equal_shares(cores: Seq[int], device_ids: Seq[int]) -> list[list[int]]:
 @cache
 def usable_cores() -> frozenset[int]:
     """Cores that this process may use, as they were before it was pinned."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
+    return frozenset(allowed_cores())
 
 
 def pin(cores: Iterable[int]) -> None:
     """Keep this thread, and threads that it starts, on these cores."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-
-
-def _numa_nodes() -> list[set[int]]:
-    paths = sorted(_NODES_DIR.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
-    return [_parse_cores(path.read_text()) for path in paths]
-
-
-def _parse_cores(text: str) -> set[int]:
-    """The cores in a list of Linux's, such as 0-3,8."""
-    cores: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores |= set(range(int(first), int(last or first) + 1))
-    return cores

@@ -48,9 +48,9 @@ def choose_vocabulary(
 def training_order(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """All ids in the order in which the tokenizer learned them: the first are the most frequent in its training text.
 
-    Tokenizers of merges (BPE) list learned ids in that order. Single characters come before these; SentencePiece lists
-    them behind its merges, by frequency. Pieces with scores (Unigram) are ordered by score, and other ids by number.
-    Special tokens come last.
+    Tokenizers of merges (BPE) list learned ids in that order. Before these come single characters, in order of ids
+    (SentencePiece numbers them by frequency), as many as a 32nd of the vocabulary. Pieces with scores (Unigram) are
+    ordered by score, and other ids by number. Special tokens come last.
     """
     model = _model_of(tokenizer)
     vocab: Any = model.get("vocab") or {}
@@ -69,9 +69,7 @@ def training_order(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 
 
 def _model_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The learned part of a tokenizer of the `tokenizers` package; None for other tokenizers, of which only the ids are
-    known.
-    """
+    """The learned part of a tokenizer, as the `tokenizers` package writes it; of other tokenizers the ids."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "to_str"):
         return {"vocab": tokenizer.get_vocab()}
@@ -97,7 +95,7 @@ def read_ids(path: Path, vocab_size: int) -> list[int]:
         )
     if len(set(values)) < len(values):
         twice = next(one for one, count in Counter(values).items() if count > 1)
-        raise SpecDecError(f"`{path}` lists an id twice: {twice}", hint="list each once")
+        raise SpecDecError(f"`{path}` lists an id twice: {twice}", hint="list each id once")
     return values
 
 
@@ -114,12 +112,14 @@ def _read_values(path: Path) -> Seq[Any]:
 
 
 def _read_tensor(path: Path) -> Seq[Any]:
-    from safetensors.torch import load_file  # which engines need not wait for
+    from safetensors.torch import load_file  # not to open an engine
 
     try:
         found: Any = load_file(path) if path.suffix == _TENSORS else torch.load(path, weights_only=True)
-    except Exception as error:  # of pickle, zip and torch: each means that it is no such file
-        raise SpecDecError(f"`{path}` cannot be read as a tensor: {shown(str(error))}", hint="is it damaged?") from None
+    except Exception as error:  # pickle, zip and torch raise many kinds for a file that is not a tensor
+        raise SpecDecError(
+            f"`{path}` cannot be read as a tensor: {shown(str(error))}", hint="save the ids again"
+        ) from None
     if isinstance(found, dict) and len(found) == 1:
         (found,) = found.values()
     if isinstance(found, Tensor) and found.dim() == 1:
@@ -130,7 +130,7 @@ def _read_tensor(path: Path) -> Seq[Any]:
 
 
 def read_draft_ids(bundle: Bundle) -> Tensor | None:
-    """Ids int64 [n] that an engine's drafts may have; None for all."""
+    """Ids int64 [n] that an engine's drafts may have; None for all. SpecDecError if the engine's file is damaged."""
     size = bundle.config.build_config.draft_output.vocab_size
     if size is None:
         return None

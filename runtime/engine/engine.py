@@ -1,7 +1,7 @@
 """An opened engine: sequences are admitted, stepped and released; the K/V cache is behind it.
 
-Between `admit` and `release` a sequence owns blocks. `catch_up` and `compute_context` compute prompts, and `step` a
-batch's rows. How the logits are used is decided above, in `runtime.loop.step`.
+Between `admit` and `release` a sequence owns blocks. `catch_up` and `compute_context` compute prompts, and `step`
+computes a batch's rows. How the logits are used is decided above, in `runtime.loop.step`.
 """
 
 import dataclasses
@@ -46,9 +46,7 @@ from runtime.util.thread_turns import ThreadTurns
 DEFAULT_MAX_NUM_TOKENS = 512
 SHORT_ROW = 32
 """Length, in tokens, of the longest row that is computed together with other rows."""
-_MAX_LOGITS = 1 << 23  # computed at once of a prompt that is scored
-
-
+_MAX_LOGITS = 1 << 23  # computed at once for a prompt that is scored
 _STATE_CHECKPOINT_INTERVAL = 8192
 
 
@@ -56,13 +54,15 @@ _STATE_CHECKPOINT_INTERVAL = 8192
 class KVCacheConfig:
     """Size of the K/V cache, and whether released blocks are reused.
 
-    With `disk_dir` it is kept in that directory too, up to `disk_bytes` (20 GB), and found again there by other
+    With `disk_dir` the cache is kept in that directory too, up to `disk_bytes` (20 GB), and found again there by other
     processes and after a restart.
 
-    `max_tokens` bounds it on any device. Without it, a CPU gets the memory that max_batch_size sequences of max_seq_len
-    tokens need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the engine is open. A model's
-    states, if it has any, are kept after each `state_checkpoint_interval` tokens of a prompt, for other prompts with
-    the same beginning; None for 8,192. It is an error for a model without states, and if nothing is reused.
+    `max_tokens` bounds the cache on any device. Without it, a CPU gets the memory that max_batch_size sequences of
+    max_seq_len tokens need, and a GPU `free_gpu_memory_fraction` of the memory that is free once the step is open.
+
+    A model's states, if it has any, are kept after each `state_checkpoint_interval` tokens of a prompt, for other
+    prompts with the same beginning; None stands for 8,192. A number is an error for a model without states, and if
+    nothing is reused.
     """
 
     block_reuse: bool = True
@@ -90,9 +90,7 @@ class KVCacheConfig:
             )
 
     def interval(self, *, has_states: bool) -> int | None:
-        """Number of tokens of a prompt after which states are kept; None if they are not kept. UsageError for an
-        interval without effect.
-        """
+        """Tokens of a prompt between kept states; None if none are kept. UsageError for 0, or without effect."""
         interval = self.state_checkpoint_interval
         if interval is None:
             return _STATE_CHECKPOINT_INTERVAL if self.block_reuse else None
@@ -112,7 +110,7 @@ class KVCacheConfig:
 
 
 class Engine:
-    """Open one with `Engine.open`; use it as a context manager or `close` it."""
+    """An engine that `Engine.open` opens. Use it as a context manager, or `close` it."""
 
     def __init__(
         self,
@@ -128,6 +126,7 @@ class Engine:
             raise UsageError(f"max_num_tokens must be at least 1: {max_num_tokens}", hint="raise it")
         interval = kv_cache.interval(has_states=bool(config.states))
         self.config = config
+        self.max_draft_len, self.max_batch_size = config.build_config.max_draft_len, config.build_config.max_batch_size
         self.max_num_tokens = max_num_tokens
         self.device = device
         self.block_reuse = kv_cache.block_reuse
@@ -140,7 +139,7 @@ class Engine:
         """Ids int64 [n] that may be drafted by a copy and by heads without ids of their own; None for all."""
         self.directory: Path | None = None
         self.ranks = step if isinstance(step, RankedStep) else None
-        # Elsewhere each row has its K/V gathered first, and a GPU computes padding while it waits for its memory.
+        # Without kernels each row's K/V are gathered first, and a GPU computes padding while it waits for its memory.
         self._reads_in_place = uses_kernels(config.build_config.compiler, device.type)
         num_blocks = _num_blocks(config, kv_cache, device)
         copied = None if self.ranks is None else self.ranks.copy_slot
@@ -153,13 +152,11 @@ class Engine:
         self._blocks = BlockManager(num_blocks, block_size, reuse=kv_cache.block_reuse)
         try:
             self._pool = KVPool(config.layers, num_blocks, block_size, _kv_dtype(config), device)
-        except (RuntimeError, MemoryError, OSError) as error:  # less was there than the system said
+        except (RuntimeError, MemoryError, OSError) as error:  # less memory was free than the system said
             raise out_of_memory(error) if is_out_of_memory(error) else error from error
         self._heads: list[HeadCache] = []
         self.prompt_tokens = PromptTokens()
-        """Counts of the prompts' tokens by origin, without prompts that are computed `without_disk`, such as a
-        fingerprint's.
-        """
+        """Counts of the prompts' tokens by origin, except prompts that are computed `without_disk`."""
         self._disk: KVDisk | None = None
         self._num_without_disk = 0
         if kv_cache.disk_dir is not None:
@@ -182,11 +179,11 @@ class Engine:
         kv_cache: KVCacheConfig | None = None,
         max_num_tokens: int = DEFAULT_MAX_NUM_TOKENS,
     ) -> "Engine":
-        """Open an engine directory on a device for each of its ranks, by default the first ones.
+        """Open an engine directory on a device for each of its ranks, by default the first devices.
 
         An engine for the CPU has one rank on all cores, which are device 0, or several ranks, each on cores of its own.
         Prompts are computed `max_num_tokens` tokens at a time. Raises SpecDecError if the directory is damaged or was
-        built for another environment, or the cache does not fit.
+        built for another environment, if there are no such devices, or if the cache does not fit.
         """
         return cls.of_bundle(read_bundle(engine_dir), device_ids, kv_cache, max_num_tokens)
 
@@ -208,7 +205,7 @@ class Engine:
         with MODEL_INIT_LOCK, unchanged_while_opened(bundle):
             check_step_files(bundle)
             check_shape(config, engine_dir)
-            step = open_ranks(RankedModel.of(config, engine_dir), device, device_ids)
+            step = open_ranks(RankedModel.of(engine_dir, config, config.step_shape), device, device_ids)
             draft_ids = read_draft_ids(bundle)
             copy_step = open_copy(step, engine_dir, device, draft_ids) if config.build_config.self_draft else None
         try:
@@ -237,7 +234,7 @@ class Engine:
 
     @property
     def _used_disk(self) -> KVDisk | None:
-        """The disk, after the other ranks have done what they were sent; None if a rank has ended."""
+        """The disk, once all ranks have done everything that they were sent; None if no disk is to be used."""
         if self._num_without_disk or self._disk is None or (self.ranks is not None and not self.ranks.settle()):
             return None
         return self._disk
@@ -270,22 +267,16 @@ class Engine:
         return self._disk is None or self._disk.flush()
 
     def keep_answer(self, vocabulary: str, salt: str | None, answer: Answer) -> None:
-        """Keep an owner's answer on disk, for all engines with this vocabulary. Does nothing if K/V are not kept on
-        disk.
-        """
+        """Keep an owner's answer on disk, for all engines with this vocabulary; without a disk do nothing."""
         if self._used_disk is not None:
             self._used_disk.keep_answer(vocabulary, salt, answer)
 
     def read_answers(self, vocabulary: str, salt: str | None, after: int) -> tuple[list[Answer], int]:
-        """An owner's answers on disk that were written after row `after`, the oldest first, and the number of the last
-        row.
-        """
+        """An owner's answers on disk after row `after`, the oldest first, and the number of the last row."""
         return ([], after) if self._used_disk is None else self._used_disk.read_answers(vocabulary, salt, after)
 
     def keep_output(self, salt: str | None, scopes: Seq[Scope], tokens: list[int]) -> None:
-        """Keep an owner's output on disk (`runtime.drafters.pools.OutputStore`). Does nothing if K/V are not kept on
-        disk.
-        """
+        """Keep an owner's output on disk (`runtime.drafters.pools.OutputStore`); without a disk do nothing."""
         if self._used_disk is not None:
             self._used_disk.keep_output(salt, scopes, tokens)
 
@@ -332,8 +323,8 @@ class Engine:
 
     def alone(self) -> AbstractContextManager[None]:
         """Context for code around a step, such as sampling, in which torch's loops wake none of its OpenMP threads.
-        Those threads would wait for more work on the cores of a step, if that step does not use them itself. Other
-        steps run their own loops on them.
+        Those threads would then wait for more work on the cores that the step needs. Only an `aot` step on a CPU has
+        threads of its own; for other steps the context does nothing.
         """
         is_packaged = self.config.build_config.compiler == "aot" and self.device.type == "cpu"
         return openmp_alone() if is_packaged else nullcontext()
@@ -343,14 +334,6 @@ class Engine:
         if not self._is_open:
             self.turns.wait_if_ended()
             raise SpecDecError("the engine was closed", hint="open it again")
-
-    @property
-    def max_draft_len(self) -> int:
-        return self.config.build_config.max_draft_len
-
-    @property
-    def max_batch_size(self) -> int:
-        return self.config.build_config.max_batch_size
 
     @property
     def cache_usage(self) -> float:
@@ -443,12 +426,14 @@ class Engine:
         return True
 
     def read_on(self, sequence: Sequence, until: float) -> None:
-        """Read K/V of an admitted sequence from disk, until a time of `time.perf_counter`, and at least one block."""
+        """Read K/V of an admitted sequence from disk until a `time.perf_counter`, but at least one block."""
         if not sequence.unread:
             return
-        num_read = 0 if self._used_disk is None else self._used_disk.read(sequence, until)
-        if self._used_disk is None:
+        num_read, disk = 0, self._used_disk
+        if disk is None:
             sequence.unread = []
+        else:
+            num_read = disk.read(sequence, until)
         for head in () if sequence.unread else self._heads:
             head.forget(sequence.block_table, sequence.num_computed)
         self._count_found(sequence, 0, num_read, num_read)
@@ -459,9 +444,7 @@ class Engine:
             self.prompt_tokens = self.prompt_tokens.plus(num_tokens, num_found, num_on_disk)
 
     def extend(self, sequence: Sequence) -> bool:
-        """Give an admitted sequence that has grown blocks for all its tokens and a draft. False, without a change, if
-        there is no room.
-        """
+        """Give a grown sequence blocks for its tokens and a draft; False, without a change, if there is no room."""
         num_blocks = len(sequence.block_table)
         if not self._blocks.extend(sequence, len(sequence.tokens) + self.max_draft_len_of(sequence)):
             return False
@@ -470,10 +453,10 @@ class Engine:
         return True
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Compute an admitted sequence until the rest of its tokens fits a step.
+        """Compute an admitted sequence until the rest of its tokens fits a step; at least the last token is left.
 
-        Tokens of a prompt whose log-probabilities are asked for are computed here, and tokens up to a place where
-        states are kept. At least the last token is left.
+        Prompt tokens whose log-probabilities are asked for are computed here, and tokens up to each place where states
+        are kept.
         """
         if self._states is not None:
             self._states.rewind(sequence)
@@ -487,10 +470,11 @@ class Engine:
     def step(self, rows: Seq[Row], *, by_copy: bool = False) -> list[Tensor]:
         """Logits [num_logits, vocab] for each row; the rows' sequences are admitted and have caught up.
 
-        The caller advances `num_computed` of the sequences, by the tokens that it accepts. With `by_copy` the
-        self-draft copy computes logits of `draft_ids`. It writes its K/V where the target's step overwrites them before
-        it reads them. They never count as computed: `num_computed` of a sequence that is stepped or released must be
-        the number of tokens that the target has computed.
+        The caller advances `num_computed` of the sequences, by the tokens that it accepts.
+
+        With `by_copy` the self-draft copy computes logits [num_logits, n] of the n `draft_ids`. The copy writes its K/V
+        where the target's step overwrites them before it reads them, so they do not count as computed: `num_computed`
+        of a sequence that is stepped or released must be the number of tokens that the target has computed.
         """
         logits: dict[int, Tensor] = {}
         for group in _similar_lengths(rows):
@@ -560,26 +544,24 @@ class Engine:
         return min(self.max_draft_len, sequence.max_draft_len)
 
     def raise_cache_is_taken(self, request: Request) -> NoReturn:
-        """Raise the error that other requests hold the blocks that this request needs, and do not release them while it
-        waits.
-        """
+        """Raise the error that other requests hold the blocks that this request needs, and keep them meanwhile."""
         if self._states is not None and self._states.manager.is_full:
-            raise SpecDecError(
-                f"no room for {request.name}: sequences of another generation hold all slots of states: "
-                f"{self.num_state_slots}",
-                hint="finish or close other generations on this engine; a draft model needs an engine of its own",
+            why = f": sequences of another generation hold all slots of states: {self.num_state_slots}"
+        else:
+            why = (
+                f" in the K/V cache: {self._blocks.num_free_blocks} of {self._blocks.num_blocks - 1} blocks are free, "
+                "and sequences of another generation hold the rest"
             )
         raise SpecDecError(
-            f"no room for {request.name} in the K/V cache: {self._blocks.num_free_blocks} of "
-            f"{self._blocks.num_blocks - 1} blocks are free, and sequences of another generation hold the rest",
+            f"no room for {request.name}{why}",
             hint="finish or close other generations on this engine; a draft model needs an engine of its own",
         )
 
     def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
         """Compute the next `num_tokens` of an admitted sequence's uncomputed tail, which must be longer.
 
-        If the prompt is scored, no more tokens are computed than are unscored, and in pieces, because each of these
-        tokens has logits.
+        Prompt tokens that are still to be scored are computed in pieces, because each of these tokens has logits: of
+        tokens with 128,000 logits, 65 at once. `num_tokens` must not go beyond the tokens that are scored.
         """
         while num_tokens:
             num_known = len(sequence.prompt_logprobs) - sequence.num_computed
@@ -600,17 +582,13 @@ class Engine:
                     self._used_disk.keep_state(sequence)
 
     def forward_context(self, sequence: Sequence, num_tokens: int) -> Tensor:
-        """Compute the next `num_tokens` of an admitted sequence; returns logits [num_tokens, vocab], a row after each
-        token.
-        """
+        """Compute the next `num_tokens` of an admitted sequence; returns logits [num_tokens, vocab] after each."""
         logits = self._forward([dataclasses.replace(context_row(sequence, num_tokens), num_logits=num_tokens)])
         sequence.num_computed += num_tokens
         return logits
 
     def occupy_cache(self, blocks: range) -> None:
-        """Touch these blocks of the K/V cache, so that they are in memory as if they were in use, for measurements. The
-        K/V of released sequences are forgotten.
-        """
+        """Touch these blocks of the K/V cache, as if they were in use; forget the K/V of released sequences."""
         self.check_is_open()
 
         def occupy() -> None:
@@ -634,7 +612,7 @@ class Engine:
         return self.turns.take(step)
 
     def _forward(self, rows: Seq[Row], *, by_copy: bool = False) -> Tensor:
-        """Logits [num_logits, vocab] of each row."""
+        """Logits [logits, vocab] of all rows, one row after the other."""
         self.check_is_open()
         step = self._copy_step if by_copy else self._step
         assert step is not None
@@ -644,7 +622,7 @@ class Engine:
         if self.device.type == "cpu":
             flush_denormals()
         if self._states is not None:
-            self._states.advance(rows)  # before they are written, or a step that fails leaves slots that say otherwise
+            self._states.advance(rows)  # before the step writes states, also if it fails then
         start = time.perf_counter()
         with torch.inference_mode():
             states = () if self._states is None else state_inputs(rows, self._states.pools)
@@ -695,7 +673,7 @@ def _first_device(kind: Literal["cpu", "cuda"], device_ids: Seq[int]) -> torch.d
     """Device of rank 0. A processor's devices are sets of cores, and are looked up only if there are several ranks."""
     if kind == "cpu" and len(device_ids) > 1:
         return torch.device("cpu")
-    devices = [resolve_device(kind, device_id) for device_id in device_ids]  # and the others are there too
+    devices = [resolve_device(kind, device_id) for device_id in device_ids]  # an error if any of them is missing
     return devices[0]
 
 
@@ -704,9 +682,7 @@ def _kv_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def _num_blocks(config: EngineConfig, kv_cache: KVCacheConfig, device: torch.device) -> int:
-    """Number of blocks in the pool, the null block included; SpecDecError, with the numbers, if there is too little
-    memory for them.
-    """
+    """Number of blocks in the pool, the null block included; SpecDecError if there is too little memory for them."""
     build = config.build_config
     block_bytes = bytes_per_block(config.layers, build.tokens_per_block, _kv_dtype(config))
     num_blocks = build.max_batch_size * -(-build.max_seq_len // build.tokens_per_block)

@@ -1,10 +1,10 @@
 """Memory of a trained drafter (a head), by the slots of its target's K/V cache.
 
 The slot of token j has the hidden state of token j, as soon as the target has computed it. It also has the keys and
-values that the head makes from the pair (token j, hidden state of token j - 1). Like the target's own keys and values,
-both depend on nothing behind token j, so they are found again, copied, handed on and freed together with these. The
-head may be behind, after a lookup's drafts or in a prompt that another request has computed; it then computes the keys
-and values that it lacks.
+values that the head makes from the pair (token j, hidden state of token j - 1). Neither depends on tokens behind token
+j, so both are found again, copied and freed together with the target's own keys and values. The head may be behind the
+target, after drafts by lookup or in a prompt that another request has computed; it then computes the keys and values
+that it lacks.
 
 The first token of a sequence has no pair, and no query of the head sees it. A head that drafts blocks takes no pairs:
 its keys and values of token j are made from that token's own hidden state, the first token's too.
@@ -37,7 +37,9 @@ class ReadsStates(Protocol):
         ...
 
     def reduce(self, states: Tensor) -> Tensor:
-        """States [tokens, state_size] from the hidden states [tokens, width] that the target's step returns."""
+        """The first numbers of the tokens' states, from the hidden states [tokens, width] that the target's step
+        returns: [tokens, state_size], or fewer numbers if the head's own outputs follow them.
+        """
         ...
 
 
@@ -65,9 +67,7 @@ class HeadCache:
         self._has_state.reshape(-1)[slots.cpu().numpy()] = True
 
     def flags(self) -> list[Tensor]:
-        """Flags [num_blocks, block_size] for slots that have a hidden state, and for slots that have keys
-        and values.
-        """
+        """Flags [num_blocks, block_size] of slots with a hidden state, and of slots with keys and values."""
         return [torch.from_numpy(self._has_state), torch.from_numpy(self._has_kv)]
 
     def copy_block(self, copy: BlockCopy) -> None:
@@ -76,9 +76,7 @@ class HeadCache:
             tensor[copy.destination] = tensor[copy.source]
 
     def forget(self, block_table: Seq[int], start: int) -> None:
-        """Clear the flags of a sequence's slots from position `start` on, which still have another
-        sequence's numbers.
-        """
+        """Clear the flags of a sequence's slots from position `start` on, which have another sequence's numbers."""
         first, offset = divmod(start, self.block_size)
         for has in (self._has_state, self._has_kv):
             has[block_table[first : first + 1], offset:] = False
@@ -87,8 +85,7 @@ class HeadCache:
     def num_known(self, block_table: Seq[int], num_tokens: int) -> int | None:
         """Number of first tokens of a sequence whose keys and values the head has, among the `num_tokens` that the
         target has computed. It is at least 1 if the head takes pairs, since the first token needs none, and
-        `num_tokens` if the head has no keys and values of its own. None if a hidden state of the other tokens is
-        missing.
+        `num_tokens` if the head has no keys and values. None if the other tokens lack a hidden state.
         """
         own = list(block_table[: -(-num_tokens // self.block_size)])
         has_kv, has_state = (has[own].reshape(-1)[:num_tokens] for has in (self._has_kv, self._has_state))

@@ -1,12 +1,12 @@
 """The K/V cache on disk, below the cache in memory: read when a sequence is admitted, and written in a thread.
 
-Everything that a sequence needs to continue is read together or not at all: the model's keys and values, those of a
-trained head with its hidden states, and the state of layers without attention. If a part is missing, the sequence
-continues from before it. So the restored numbers equal computed ones to the bit, and a test checks it.
+All parts that a sequence needs to continue are read together or not at all: the model's keys and values, a trained
+head's keys, values and hidden states, and the state of layers without attention. If a part is missing, the sequence
+continues from before it. So the restored numbers equal computed numbers to the bit, and a test checks it.
 
 A thread copies blocks of released sequences straight from the cache's memory. `BlockManager` tells whether a block
-still has the content that was asked for. A block that is needed before it was copied is copied at that moment, up to a
-limit.
+still has the content that was to be written. A block that is needed for other tokens before it was written is copied at
+that moment, up to 256 MiB of such blocks.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 _KV = "kv"
 _BATCH_BYTES = 8 << 20
-"""Bytes of a transaction, whose end readers wait for."""
+"""Bytes after which a transaction ends; readers wait for the end of a transaction."""
 _MOST_COPIED_BYTES = 256 << 20
 """Most bytes of blocks that are copied because they were needed before they were written."""
 _MOST_JOBS = 256
-"""Most released sequences that wait to be written; further ones are not written."""
+"""Most jobs that wait, such as released sequences; further jobs are not written."""
 _CLOSE_S = 60.0
 _NICE = 19
 """Priority (niceness) of the thread that writes: it uses the processor when running requests do not."""
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 def digest_of_engine(config: EngineConfig) -> str:
-    """Digest of all that an engine's keys and values depend on: its files, its settings, and this version's code."""
+    """Digest of everything that an engine's keys and values depend on: its files, settings and build code."""
     settings = {name: value for name, value in as_json(config).items() if name not in (*_MEASURED, *_NOTES)}
     return digest([repr(settings), _digest_of_code()])
 
@@ -71,7 +71,7 @@ def _digest_of_code() -> str:
 
 @dataclass
 class Rates:
-    """Seconds per token, computed and read; None until they are measured."""
+    """Seconds to compute a token, and to read a token from disk: decaying means, None until they are measured."""
 
     compute_s: float | None = None
     read_s: float | None = None
@@ -81,12 +81,11 @@ class Rates:
         self.compute_s = _mean(self.compute_s, seconds / num_tokens)
 
     def read(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens < _LEAST_TIMED:  # most of the time is the fixed cost of a read
-            return
-        self.read_s = _mean(self.read_s, seconds / num_tokens)
+        if num_tokens >= _LEAST_TIMED:  # otherwise most of the time is the fixed cost of a read
+            self.read_s = _mean(self.read_s, seconds / num_tokens)
 
     def reading_pays(self) -> bool:
-        """True unless reading took longer than computing; then reading is tried again now and then."""
+        """True unless reading takes longer than computing; then True every 32nd time, to measure reading again."""
         if self.compute_s is None or self.read_s is None or self.read_s < self.compute_s:
             return True
         self._num_skipped += 1
@@ -115,7 +114,7 @@ class Part:
             if address is None:
                 row = rows[block].cpu()
                 ctypes.memmove(at, row.data_ptr(), size)
-            else:  # of 60 tensors a model has, slices of arrays would take longer than the copies
+            else:  # a model may have 60 tensors, and slicing 60 arrays would take longer than the copies
                 ctypes.memmove(at, address + block * size, size)
             at += size
         return data.data
@@ -146,8 +145,8 @@ def _part_of_head(head: HeadCache, name: str) -> Part:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A block that waits to be written, with the parts that there were when it was released; `data` are its bytes, once
-    it was copied.
+    """A block that waits to be written, with the parts that there were when it was last released. `data` has the bytes
+    of each part, once the block was copied.
     """
 
     block: int
@@ -170,7 +169,7 @@ class _Job:
 
 @dataclass(eq=False)
 class _AnswerJob:
-    """Answers that wait to be written, each with the name of its owner, and rows that wait to be removed."""
+    """Answers that wait to be written, each with its owner's salt, and damaged rows that wait to be removed."""
 
     vocabulary: str
     answers: list[tuple[str | None, Answer]]
@@ -212,7 +211,6 @@ class KVDisk:
         self._model = f"{config.pretrained_config.get('model_type')}, {config.dtype}"
         self._blocks, self._states, self._block_size = blocks, states, blocks.block_size
         self._kv = [_part_of_rank(rank, pool) for rank, pool in enumerate(pools)]
-        self._parts = self._kv
         self._heads: list[tuple[HeadCache, Part | None]] = []
         self._process_id = os.getpid()
         self._told: set[str] = set()
@@ -229,7 +227,7 @@ class KVDisk:
         try:
             self._tell_of_directory(directory)
         except Damaged as error:
-            self._fail(self._reader, error)  # the writer sees that its database was replaced
+            self._fail(self._reader, error)  # the writer notices later that its database was replaced
         except (TimeoutError, Unwritable):
             pass  # a note about other engines is not worth waiting for
         blocks.on_evict = self._copy
@@ -256,23 +254,25 @@ class KVDisk:
         if store.other_limit is not None:
             self._tell(
                 "limit",
-                f"K/V on disk had another limit, {store.other_limit / 1e6:,.1f} MB; the one given last holds for all "
+                f"K/V on disk had another limit, {store.other_limit / 1e6:,.1f} MB; the limit given last holds for all "
                 f"processes, {store.max_bytes / 1e6:,.1f} MB: {directory}",
             )
         others = [one for one in store.engines() if one.digest != self.digest]
         if others and not store.knows(self.digest):
-            self._tell("foreign", f"the K/V on disk are of other engines, and none of them are read: {directory}")
+            self._tell("foreign", f"the K/V on disk belong to other engines, and none of them are read: {directory}")
 
     def add_head(self, head: HeadCache, name: str | None) -> None:
-        """Read and write this head's memory of each block too, from now on. A head without a name has no place on disk:
-        then nothing is read from disk.
+        """Read and write this head's memory of each block too, from now on. While there is a head without a name, which
+        has no place on disk, nothing is read.
         """
         self._heads.append((head, None if name is None else _part_of_head(head, name)))
-        self._parts = [*self._kv, *(part for _, part in self._heads if part is not None)]
 
     def remove_head(self, head: HeadCache) -> None:
         self._heads = [one for one in self._heads if one[0] is not head]
-        self._parts = [*self._kv, *(part for _, part in self._heads if part is not None)]
+
+    @property
+    def _parts(self) -> list[Part]:
+        return [*self._kv, *(part for _, part in self._heads if part is not None)]
 
     def find(self, sequence: Sequence) -> None:
         """Find the records on disk that an admitted sequence lacks, and set its `unread`, which `read` reads."""
@@ -296,9 +296,7 @@ class KVDisk:
         sequence.unread = [one for one in records if one.end > before]
 
     def _asked(self, ask: Callable[[BlockStore], T]) -> T | None:
-        """Result of `ask` with the database; None in a fork, while another process writes, and after a failure, which
-        is reported.
-        """
+        """Result of `ask` with the database; None in a fork, while another process writes, and after a failure."""
         if os.getpid() != self._process_id:
             return None
         try:
@@ -312,11 +310,11 @@ class KVDisk:
             return None
 
     def read(self, sequence: Sequence, until: float) -> int:
-        """Read a sequence's `unread` records into its blocks until this time, at least one of them, and advance
-        `num_computed`; returns the number of tokens by which it advanced.
+        """Read a sequence's `unread` records into its blocks, at least one record, and more until this time; returns
+        the number of tokens by which `num_computed` advanced.
 
-        If the model has states it advances only with the last record, whose state is read. Records that cannot be read
-        are forgotten.
+        If the model has states, `num_computed` advances only with the last record, whose state is read. Damaged records
+        are removed from the disk.
         """
         before, start, num_read = sequence.num_computed, time.perf_counter(), 0
         records, sequence.unread = sequence.unread, []
@@ -370,15 +368,13 @@ class KVDisk:
         return parts if parts is not None and all(len(parts[name]) == sizes[name] for name in names) else None
 
     def keep_state(self, sequence: Sequence) -> None:
-        """Have the state after a running sequence's computed tokens written with its blocks when the sequence is
-        released.
-        """
+        """Have the state after a running sequence's computed tokens written when the sequence is released."""
         if self._is_writing and self._states is not None and (saved := self._states.saved(sequence)) is not None:
             sequence.kept_states[sequence.num_computed] = saved
 
     def save(self, sequence: Sequence) -> None:
-        """Write a sequence that is about to be released. If it will be continued later, only whole blocks
-        are written.
+        """Have a sequence written that is about to be released. If it will be continued later, this is done only if it
+        has a new whole block or a state.
         """
         num_computed = sequence.num_computed
         num_whole = num_computed // self._block_size
@@ -466,8 +462,8 @@ class KVDisk:
             self._num_copied_bytes += sum(map(len, waiting.data.values()))
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing waits to be written. False if that takes longer, or if something was left out since the
-        last call, because other processes wrote for 20 s or because 256 sequences waited.
+        """Wait until nothing waits to be written. False if that takes longer than `timeout_s`, or if something was left
+        out since the last call, because other processes wrote for 20 s or because 256 sequences waited.
         """
         with self._condition:
             is_idle = self._condition.wait_for(lambda: self._is_idle and not self._jobs, timeout_s)
@@ -475,7 +471,7 @@ class KVDisk:
             return is_idle and not num_left_out
 
     def close(self) -> None:
-        """Write everything that waits, for a minute at most, and end."""
+        """Write everything that waits, and end the thread; each is waited for at most a minute."""
         if os.getpid() != self._process_id:
             return
         if self._thread is not None:
@@ -555,9 +551,7 @@ class KVDisk:
             self._write_state(owner, job, ids, num_tokens, saved)
 
     def _write_blocks(self, owner: Owner, ids: list[int], blocks: Seq[_Waiting], path: int) -> list[int]:
-        """Write blocks behind the records `ids`, as long as there is room and the blocks still have their content;
-        returns the ids of all records.
-        """
+        """Write blocks behind the records `ids` while there is room and content; returns the ids of all records."""
         store, batch, num_bytes, ids = self._writer, list[tuple[bytes, dict[str, Bytes]]](), 0, list(ids)
 
         def end_batch() -> bool:
@@ -583,7 +577,7 @@ class KVDisk:
         return ids
 
     def _data_of(self, waiting: _Waiting) -> dict[str, Bytes] | None:
-        """The bytes of a block; None if its content is gone."""
+        """The bytes of a block by part; None if its content is gone."""
         if waiting.data is None and self._blocks.holds(waiting.block, waiting.content):
             data: dict[str, Bytes] = {part.name: part.read(waiting.block) for part in waiting.parts}
             if self._blocks.holds(waiting.block, waiting.content):
@@ -604,7 +598,7 @@ class KVDisk:
         self._writer.write(owner, ids[:place], [(tokens, (data or {}) | {STATE: saved})], path)
 
     def _fail(self, store: BlockStore, error: Exception) -> None:
-        """Report once what is wrong, and continue without the disk, or, if it was damaged, with an empty one."""
+        """Report once what is wrong, and write nothing from now on; if the database is damaged, begin an empty one."""
         if isinstance(error, Damaged):
             self._tell("damaged", f"the K/V on disk are damaged, and are computed again: {store.directory}")
             try:

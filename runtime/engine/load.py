@@ -66,22 +66,17 @@ def current_environment(device: torch.device) -> Environment:
 
 
 def check_environment(config: EngineConfig, engine_dir: Path, device: torch.device) -> None:
-    """SpecDecError if the engine was built for another torch, transformers or device."""
+    """SpecDecError if the engine was built for another torch, transformers, device or processor."""
     here = current_environment(device)
-    for name in ("device", "capability", "torch", "transformers"):
-        built, now = getattr(config.environment, name), getattr(here, name)
-        if built != now:
-            raise SpecDecError(
-                f"`{engine_dir}` was built for another {name}: it needs {built}, here is {now}",
-                hint="build it again here, from its checkpoint",
-                code="other_environment",
-                engine_dir=engine_dir,
-                build=config.build_config,
-            )
+    properties = ("device", "capability", "torch", "transformers")
+    pairs = [(name, getattr(config.environment, name), getattr(here, name)) for name in properties]
+    differences = [f"another {name}: it needs {built}, here is {now}" for name, built, now in pairs if built != now]
     missing = sorted(set(config.environment.instructions) - set(here.instructions))
     if missing:
+        differences.append(f"a processor with instructions that this one lacks: {', '.join(missing)}")
+    if differences:
         raise SpecDecError(
-            f"`{engine_dir}` was built for a processor with instructions that this one lacks: {', '.join(missing)}",
+            f"`{engine_dir}` was built for {differences[0]}",
             hint="build it again here, from its checkpoint",
             code="other_environment",
             engine_dir=engine_dir,
@@ -115,9 +110,7 @@ def take_step(engine_dir: Path) -> StepFunction | None:
 
 
 def open_step(kind: StepKind, engine_dir: Path, device: torch.device, mapping: Mapping = ALONE) -> StepFunction:
-    """The compiled step of an engine directory, ready to be called on `device`; for a split engine, the step of one
-    rank.
-    """
+    """The compiled step of an engine directory, or of one of its ranks. SpecDecError if a file is damaged."""
     if mapping == ALONE and (left := take_step(engine_dir)) is not None:
         return left
     compiler = kind.compiler
@@ -129,7 +122,7 @@ def open_step(kind: StepKind, engine_dir: Path, device: torch.device, mapping: M
     if with_kernels:
         load_kernels(engine_dir / LIBRARY)
     if mapping.tp_size > 1:
-        import runtime.kernels.collectives  # noqa: F401  (declares what the step calls)
+        import runtime.kernels.collectives  # noqa: F401  (declares operations that the step calls)
     if compiler == "aot":
         return _open_package(engine_dir / PACKAGE, weights)
     # Only here does an engine need model code.
@@ -204,7 +197,7 @@ def check_shape(config: EngineConfig, engine_dir: Path) -> None:
 
 @lru_cache(maxsize=16)
 def _shape_of_package(package: Path, sha256: str) -> StepShape:
-    """The shape that a compiled package was made for. It is kept, because an engine is often opened again."""
+    """Shape that a compiled package was made for. It is cached, because an engine is often opened again."""
     with _package_errors(package):
         return shape_of_package(package)
 
@@ -240,9 +233,7 @@ def _shape_by_model(config: EngineConfig, where: Path) -> StepShape:
 
 @lru_cache(maxsize=16)
 def _shapes_by_model(pretrained_config: str, tp_size: int) -> Shapes:
-    """Shapes as far as the model determines them. They are cached, because finding them takes most of the time of
-    opening a small engine.
-    """
+    """Shapes as far as the model determines them. Cached: they take most of the time of opening a small engine."""
     from runtime.model.model import probe_config, split_config
     from runtime.model.pretrained import parse_pretrained_config
 
@@ -269,6 +260,6 @@ def _package_errors(package: Path) -> Iterator[None]:
         yield
     except SpecDecError:
         raise
-    except Exception as error:  # a program raises RuntimeError, and others OSError, KeyError or zip errors
+    except Exception as error:  # RuntimeError from a program; OSError, KeyError or zip's errors from the file
         said = next(iter(str(error).splitlines()), type(error).__name__)
         raise SpecDecError(f"`{package}` cannot be opened: {said}", hint=_BUILD_AGAIN, code="engine") from error

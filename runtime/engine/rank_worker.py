@@ -1,7 +1,6 @@
 """The process of a rank other than 0, which computes the batches that rank 0 sends.
 
-It ends with rank 0's process, however that ends: the pipe from that process, which no other can write to, is then
-closed.
+It ends with rank 0's process, however that ends: a pipe that only rank 0 can write to is closed then.
 """
 
 import json
@@ -47,7 +46,7 @@ def _compute(job: dict[str, Any], status: Any) -> None:
 
     import torch
 
-    from runtime.checkpoint.config import LayerShape, Mapping, Quantization, StateShape, parse
+    from runtime.checkpoint.config import Mapping, StepShape, parse
     from runtime.core.kv_cache import BlockCopy, KVPool, kv_dtype
     from runtime.core.states import StateCopy, copy_slot, num_rolled_back, state_pools
     from runtime.engine.load import StepKind, open_step
@@ -59,16 +58,11 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     if job["cores"]:
         torch.set_num_threads(min(torch.get_num_threads(), len(job["cores"])))
     mapping = Mapping(job["tp_size"], job["tp_size"], job["rank"])
-    directory = Path(job["directory"])
-    quantization = None if job["quantization"] is None else parse(Quantization, job["quantization"], "quantization")
-    own = StepKind(job["compiler"], job["pretrained_config"], job["dtype"], quantization)
-    step = open_step(own, directory, device, mapping)
+    kind, shape = parse(StepKind, job["kind"], "kind"), parse(StepShape, job["shape"], "shape")
+    step = open_step(kind, Path(job["directory"]), device, mapping)
     join(job["way"], job["meeting"], mapping.rank, mapping.tp_size).use()
-    layers = tuple(parse(LayerShape, layer, "layers") for layer in job["layers"])
-    states = tuple(parse(StateShape, state, "states") for state in job["states"])
-    num_back, dtype = num_rolled_back(job["max_draft_len"]), getattr(torch, job["dtype"])
-    kv_cache = None if quantization is None else quantization.kv_cache_quant_algo
-    kept_as = kv_dtype(job["dtype"], kv_cache)
+    num_back, dtype = num_rolled_back(shape.build_config.max_draft_len), getattr(torch, shape.dtype)
+    kept_as = kv_dtype(shape.dtype, shape.kv_cache)
     flush_denormals()
     print("{}", file=status, flush=True)
     pool: KVPool | None = None
@@ -76,17 +70,17 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     num_done = torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode():
         while (message := receive(sys.stdin.buffer)) is not None:
-            kind = int(message[0])
-            if kind == POOL:
+            asked = int(message[0])
+            if asked == POOL:
                 pool, slots = None, []  # before there are others
                 with zeros_in(job["memory"]) if message[4] else nullcontext():
                     num_done = zeros((1,), torch.int64, torch.device("cpu"))
-                    pool = KVPool(layers, int(message[1]), int(message[2]), kept_as, device)
-                    slots = state_pools(states, int(message[3]), num_back, dtype, device)
-            elif kind == COPY_BLOCK:
+                    pool = KVPool(shape.layers, int(message[1]), int(message[2]), kept_as, device)
+                    slots = state_pools(shape.states, int(message[3]), num_back, dtype, device)
+            elif asked == COPY_BLOCK:
                 assert pool is not None
                 pool.copy_block(BlockCopy(int(message[1]), int(message[2])))
-            elif kind == COPY_SLOT:
+            elif asked == COPY_SLOT:
                 copy_slot(slots, StateCopy(int(message[1]), int(message[2])))
             else:
                 assert pool is not None

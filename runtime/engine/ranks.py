@@ -1,7 +1,6 @@
 """Rank 0 of an engine that is split: its step, which the other ranks' processes compute with it.
 
-They get the tensors of a batch, and change their K/V as rank 0 does. Drafting, sampling and accounting are rank 0's
-alone.
+The other ranks get each batch's tensors, and change their K/V as rank 0 does. Rank 0 alone drafts and samples.
 """
 
 import dataclasses
@@ -13,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.bundle import LIBRARY
-from runtime.checkpoint.config import Compiler, Dtype, EngineConfig, LayerShape, Mapping, Quantization, StateShape
+from runtime.checkpoint.config import CheckpointConfig, EngineConfig, Mapping, StepShape, as_json
 from runtime.compiler.compilation import StepFunction, logits_of
 from runtime.core.kv_cache import BlockCopy
 from runtime.core.states import StateCopy
@@ -42,10 +40,10 @@ _open: set["Place"] = set()
 
 
 class Place:
-    """CPU cores of an engine's rank 0: a thread that calls its step is kept on the cores of its first device.
+    """CPU cores of an engine's rank 0: a thread that calls the engine's step is kept on the cores of its first device.
 
-    One process is rank 0 of all its engines, so it moves from one engine's device to another's. When the last engine
-    has closed, it has all cores again.
+    One process is rank 0 of all its engines, so a thread moves from one engine's device to another's. The thread that
+    closes the last engine has all cores again.
     """
 
     def __init__(self, cores: Seq[int]) -> None:
@@ -62,7 +60,7 @@ class Place:
             _here.place = self
 
     def leave(self) -> None:
-        """End the placement. It may be called again; the cores cannot be taken after it."""
+        """End the placement. It may be called again, but `take` must not be called after it."""
         with _lock:
             is_last = _open == {self}
             _open.discard(self)
@@ -77,44 +75,30 @@ class RankedModel:
     """The model as a rank opens it."""
 
     directory: Path
-    compiler: Compiler
-    pretrained_config: dict[str, Any]
-    dtype: Dtype
-    quantization: Quantization | None
-    layers: tuple[LayerShape, ...]
-    """K/V shapes of the layers in a rank."""
+    kind: StepKind
+    shape: StepShape
+    """Shape of a rank's step."""
     tp_size: int
-    hidden_states: tuple[int, ...] = ()
-    """Hidden states that the step returns; only with a single rank (`BuildConfig`)."""
-    states: tuple[StateShape, ...] = ()
-    max_draft_len: int = 0
 
     @classmethod
-    def of(cls, config: EngineConfig, directory: Path) -> "RankedModel":
-        build, tp_size = config.build_config, config.mapping.tp_size
-        kind = config.pretrained_config, config.dtype, config.quantization
-        states = config.states, build.max_draft_len
-        return cls(directory, build.compiler, *kind, config.layers, tp_size, build.hidden_states, *states)
+    def of(cls, directory: Path, config: CheckpointConfig | EngineConfig, shape: StepShape) -> "RankedModel":
+        build, said = shape.build_config, (config.pretrained_config, config.dtype, config.quantization)
+        return cls(directory, StepKind(build.compiler, *said, build.hidden_states), shape, config.mapping.tp_size)
 
 
 def open_ranks(model: RankedModel, device: torch.device, device_ids: Seq[int]) -> StepFunction:
     """The step of an engine's directory: this process's own, or, with several ranks, a `RankedStep`."""
-    mapping = Mapping(model.tp_size, model.tp_size)
-    kind = StepKind(model.compiler, model.pretrained_config, model.dtype, model.quantization, model.hidden_states)
-    open_own = partial(open_step, kind, model.directory, device, mapping)
     if model.tp_size == 1:
-        return open_own()
-    return RankedStep(model, device, device_ids, open_own)
+        return open_step(model.kind, model.directory, device)
+    return RankedStep(model, device, device_ids)
 
 
 class RankedStep:
     """The step of all ranks. It may be called from any thread, one call at a time; `close` ends the other ranks."""
 
-    def __init__(
-        self, model: RankedModel, device: torch.device, device_ids: Seq[int], open_own: Callable[[], StepFunction]
-    ) -> None:
+    def __init__(self, model: RankedModel, device: torch.device, device_ids: Seq[int]) -> None:
         cores = cores_of(device_ids) if device.type == "cpu" else [[] for _ in device_ids]
-        way = way_of(model.compiler, device.type)
+        way = way_of(model.kind.compiler, device.type)
         if way == "shared":
             load_kernels(model.directory / LIBRARY)
         self._pool: weakref.ref[Tensor] | None = None
@@ -123,9 +107,9 @@ class RankedStep:
         rendezvous = Rendezvous(way, model.tp_size)
         try:
             self._group = join(rendezvous.way, rendezvous.number, 0, model.tp_size, rendezvous.store)
-            jobs = _jobs(model, rendezvous, cores, rank_devices(device.type, device_ids))
-            files: Seq[int | None] = self._files or [None] * len(jobs)
-            jobs = [job | {"memory": file} for job, file in zip(jobs, files, strict=True)]
+            # All ranks of a CPU have the same torch device, and differ by their cores.
+            devices = ["cpu" if device.type == "cpu" else f"cuda:{device_id}" for device_id in device_ids]
+            jobs = _jobs(model, rendezvous, cores, devices, self._files)
             try:
                 self._processes = Processes(jobs, (*rendezvous.files, *self._files), self._group.stop)
             except BaseException:
@@ -136,7 +120,7 @@ class RankedStep:
             self._close = weakref.finalize(self, _close, self._processes, self._group, self._place, self._files)
             try:
                 self._take_place()
-                self.own = open_own()
+                self.own = open_step(model.kind, model.directory, device, Mapping(model.tp_size, model.tp_size))
                 self._processes.wait_until_ready()
             except BaseException:
                 self.close()
@@ -192,7 +176,7 @@ class RankedStep:
         return True
 
     def _copy(self, kind: int, copy: BlockCopy | StateCopy) -> None:
-        if self._pool is not None:  # or there is nothing yet to copy
+        if self._pool is not None:  # otherwise the other ranks have no K/V yet
             try:
                 self._send((kind, copy.source, copy.destination))
             except OSError:
@@ -201,7 +185,7 @@ class RankedStep:
 
     @property
     def failure(self) -> SpecDecError | None:
-        """The reason why no step can be computed any more; None while steps can be computed."""
+        """The error of steps from now on, such as a rank that has ended; None while steps can be computed."""
         if self._processes.failure is not None or self._close.alive:
             return self._processes.failure
         return SpecDecError("the engine's other ranks have ended", hint="open the engine again")
@@ -220,9 +204,7 @@ class RankedStep:
             self._place.take()
 
     def _settled(self, logits: Tensor) -> Tensor:
-        """The logits, after the GPU has computed them. If another rank has ended meanwhile, they are wrong, and an
-        error is raised.
-        """
+        """The logits, once the GPU has computed them. Raises the failure if another rank has ended meanwhile."""
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
             if self._processes.failure is not None:
@@ -260,18 +242,20 @@ def _uninterrupted() -> Iterator[None]:
         answer(*came[0])
 
 
-def rank_devices(device_type: str, device_ids: Seq[int]) -> list[str]:
-    """torch's names of the ranks' devices. On a processor all ranks have the same name, and differ by their cores."""
-    return [device_type if device_type == "cpu" else f"{device_type}:{device_id}" for device_id in device_ids]
-
-
-def _jobs(model: RankedModel, rendezvous: Rendezvous, cores: Seq[Seq[int]], devices: Seq[str]) -> list[dict[str, Any]]:
-    said = dataclasses.asdict(model) | {
+def _jobs(
+    model: RankedModel, rendezvous: Rendezvous, cores: Seq[Seq[int]], devices: Seq[str], files: list[int]
+) -> list[dict[str, Any]]:
+    """Jobs of the other ranks for `runtime.engine.rank_worker`. `files` has each rank's memory; none on GPUs."""
+    said = as_json(model) | {
         "directory": str(model.directory.resolve()),
         "way": rendezvous.way,
         "meeting": rendezvous.number,
     }
-    return [said | {"rank": rank, "cores": cores[rank], "device": devices[rank]} for rank in range(1, model.tp_size)]
+    memory: Seq[int | None] = files or [None] * (model.tp_size - 1)
+    return [
+        said | {"rank": rank, "cores": cores[rank], "device": devices[rank], "memory": memory[rank - 1]}
+        for rank in range(1, model.tp_size)
+    ]
 
 
 def _close(processes: Processes, group: RankGroup, place: Place | None, files: list[int]) -> None:

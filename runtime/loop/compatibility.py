@@ -1,4 +1,4 @@
-"""Checks that a drafter's token ids fit the target's, made before anything is opened."""
+"""Checks that a drafter's token ids fit the target's, made before the drafter is opened."""
 
 import filecmp
 import warnings
@@ -105,7 +105,7 @@ def check_draft_engine(draft: Bundle, target: TargetIdentity, *, use_logits: boo
 
 
 def _warn_of_size(draft: Bundle, target: Bundle) -> None:
-    """Warn if the draft model is no smaller than the target: its drafts cost as much as the target's own tokens."""
+    """Warn if the draft model is the target itself, or larger: its drafts then cost as much as the target's tokens."""
     if draft.directory.resolve() == target.directory.resolve():
         warnings.warn(
             "the draft model is the target itself: every draft costs more than it can save",
@@ -150,13 +150,13 @@ def check_parallel_engine(draft: Bundle, target: TargetIdentity, num_masks: int)
 def check_head_tokenizer(
     directory: Path, tokenizer_dir: Path, find: Callable[[], Tokenizer | None], what: str = "head"
 ) -> None:
-    """SpecDecError for a trained head (or another thing, named by `what`) beside which lies a tokenizer that differs
-    from the target's. `find` opens the target's tokenizer, if it has one. A head reads and drafts ids, and with another
-    tokenizer these are other words.
+    """SpecDecError for a trained head (or another part, which `what` names) if the tokenizer in its directory has other
+    ids than the target's for more than 1 % of its tokens. `find` opens the target's tokenizer, if it has one. A head
+    reads and drafts ids, and with another tokenizer these are other words.
     """
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((directory / name).is_file() for name in names):
-        return  # of a config alone transformers makes tokenizers, of one token
+        return  # from a config alone transformers would make a tokenizer with a single token
     if _same_file(directory / "tokenizer.json", tokenizer_dir / "tokenizer.json") or (target := find()) is None:
         return
     try:
@@ -168,7 +168,7 @@ def check_head_tokenizer(
 
 
 def _check_same_ids(what: str, where: str | Path, tokenizer: Tokenizer, target: Tokenizer, target_dir: Path) -> None:
-    """SpecDecError unless nearly all tokens of the drafting model have the target's ids."""
+    """SpecDecError if more than 1 % of the drafting model's tokens have other ids than the target's."""
     vocabulary, target_vocabulary = tokenizer.get_vocab(), target.get_vocab()
     differing = [token for token, i in vocabulary.items() if target_vocabulary.get(token) != i]
     if len(differing) > _MOST_DIFFERING * len(vocabulary):

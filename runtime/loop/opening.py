@@ -49,9 +49,7 @@ FindEngine = Callable[[str | Path, int], Path]
 
 @dataclass(frozen=True)
 class Opening:
-    """Context in which drafters are opened. With `costs`, drafts are cut to the length that pays. `stack` closes the
-    drafters.
-    """
+    """Context in which drafters are opened. With `costs`, drafts get the length that pays. `stack` closes them."""
 
     engine: Engine
     costs: CostModel | None
@@ -81,17 +79,67 @@ class Opening:
     def draft_model(
         self, model: str | Path, devices: tuple[int, ...] | None, settings: DraftModelSettings
     ) -> OpenDrafter:
-        return _open_draft_model(model, devices, settings, self)
+        num_masks = settings.num_masks
+        with draft_engine_errors():
+            bundle = read_bundle(self.find_engine(model, num_masks or 0))
+        if num_masks is None:
+            mask, tokenizers = None, check_draft_engine(bundle, self.target, use_logits=settings.use_logits)
+        else:
+            mask, tokenizers = check_parallel_engine(bundle, self.target, num_masks), None
+        with draft_engine_errors():
+            kv_cache = self.kv_cache
+            if not bundle.config.states:
+                kv_cache = replace(kv_cache, state_checkpoint_interval=None)
+            engine = self.stack.enter_context(Engine.of_bundle(bundle, devices, kv_cache))
+            draft_s = None
+            if self.costs is not None:
+                engine.config = costs_when_asked_for(bundle, engine)
+                draft_s = _pass_s(engine.config.step_costs, engine.config.host_s, num_masks or 0)
+        vocab_size = self.engine.config.vocab_size if tokenizers is None else engine.config.vocab_size
+        if mask is not None:
+            parallel = ParallelDraftModel(engine, vocab_size, mask, use_logits=settings.use_logits)
+            if self.costs is not None and draft_s is not None:
+                parallel.confidence_stop = ConfidenceStop(self.costs.iteration_s, draft_s, at_once=True)
+            drafter = self.adapted(parallel, draft_s, at_once=True)
+            return OpenDrafter(drafter, settings.max_draft_len, draft_model=parallel)
+        draft = DraftModel(engine, vocab_size, use_logits=settings.use_logits)
+        drafter = draft if tokenizers is None else TranslatedDraftModel(draft, *tokenizers)
+        return OpenDrafter(self.adapted(drafter, draft_s), settings.max_draft_len, draft_model=draft)
 
     def self_draft(self, settings: ModelSettings) -> OpenDrafter:
-        return _open_self_draft(settings, self)
+        config, confidence_stop, copy_s = self.engine.config, None, None
+        if self.costs is not None:
+            copy_s = _pass_s(config.self_draft_costs, config.host_s)
+            confidence_stop = ConfidenceStop(self.costs.iteration_s, copy_s)
+        self._warn_of_missing_ends(self.engine.draft_ids)
+        copy = SelfDraft(self.engine, use_logits=settings.use_logits, confidence_stop=confidence_stop)
+        return OpenDrafter(self.adapted(copy, copy_s), settings.max_draft_len, self_draft=copy)
 
     def head(self, config: "HeadConfig", settings: ModelSettings) -> OpenDrafter:
-        return _open_head(config, settings, self)
+        # Imported here with transformers' layers, for which other drafters need not wait.
+        from runtime.drafters.head_draft import HeadDraft, measure_head, open_head
+
+        engine = self.engine
+        check_head_tokenizer(config.directory, self.target.tokenizer_dir, lambda: self.target.tokenizer)
+        head, cache = open_head(engine, config)
+        self._warn_of_missing_ends(head.draft_ids)
+        self.stack.callback(engine.remove_head, cache)
+        warn_of_short_blocks(config, engine.max_draft_len)
+        draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=settings.use_logits)
+        draft_s = _pass_s(draft.step_costs, 0.0)
+        if self.costs is not None:
+            draft.confidence_stop = ConfidenceStop(self.costs.iteration_s, draft_s, at_once=head.drafts_at_once)
+        drafter = self.adapted(draft, draft_s, at_once=head.drafts_at_once)
+        return OpenDrafter(drafter, settings.max_draft_len, head_draft=draft)
 
     def guarded(self, drafter: GuardedDrafter, max_draft_len: int | None) -> OpenDrafter:
         """A drafter that the user wrote, wrapped so that its errors are reported as that drafter's."""
         return OpenDrafter(self.adapted(drafter), max_draft_len, guarded=[drafter])
+
+    def _warn_of_missing_ends(self, drafted: "Tensor | None") -> None:
+        """Warn if no end id is among the ids that may be drafted, `drafted` [n]; None stands for all ids."""
+        if drafted is not None and (warning := missing_ends(drafted.tolist(), self.end_ids)) is not None:
+            warnings.warn(warning, SpecDecWarning, stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -118,81 +166,13 @@ def open_drafter(speculation: Speculation, opening: Opening) -> Iterator[OpenDra
         yield replace(opened, drafter=UnderGrammar(opened.drafter, is_model=opened.is_model))
 
 
-def _open_draft_model(
-    model_name: str | Path, devices: tuple[int, ...] | None, settings: DraftModelSettings, opening: Opening
-) -> OpenDrafter:
-    num_masks = settings.num_masks
-    with draft_engine_errors():
-        bundle = read_bundle(opening.find_engine(model_name, num_masks or 0))
-    if num_masks is None:
-        mask, tokenizers = None, check_draft_engine(bundle, opening.target, use_logits=settings.use_logits)
-    else:
-        mask, tokenizers = check_parallel_engine(bundle, opening.target, num_masks), None
-    with draft_engine_errors():
-        kv_cache = (
-            opening.kv_cache if bundle.config.states else replace(opening.kv_cache, state_checkpoint_interval=None)
-        )
-        engine = opening.stack.enter_context(Engine.of_bundle(bundle, devices, kv_cache))
-        draft_s = None
-        if opening.costs is not None:
-            engine.config = costs_when_asked_for(bundle, engine)
-            draft_s = _pass_s(engine.config.step_costs, engine.config.host_s, num_masks or 0)
-    vocab_size = opening.engine.config.vocab_size if tokenizers is None else engine.config.vocab_size
-    if mask is not None:
-        parallel = ParallelDraftModel(engine, vocab_size, mask, use_logits=settings.use_logits)
-        if opening.costs is not None and draft_s is not None:
-            parallel.confidence_stop = ConfidenceStop(opening.costs.iteration_s, draft_s, at_once=True)
-        drafter = opening.adapted(parallel, draft_s, at_once=True)
-        return OpenDrafter(drafter, settings.max_draft_len, draft_model=parallel)
-    model = DraftModel(engine, vocab_size, use_logits=settings.use_logits)
-    drafter = model if tokenizers is None else TranslatedDraftModel(model, *tokenizers)
-    return OpenDrafter(opening.adapted(drafter, draft_s), settings.max_draft_len, draft_model=model)
-
-
 def _pass_s(step_costs: tuple[StepCost, ...], host_s: float, num_masks: int = 0) -> DraftSeconds:
-    """Seconds of a pass of the drafting model, with `num_masks` mask tokens behind each sequence."""
+    """Function for the seconds of a pass of the drafting model, with `num_masks` mask tokens behind each sequence."""
     return partial(CostModel(step_costs, host_s).iteration_s, draft_len=num_masks)
 
 
-def _open_self_draft(settings: ModelSettings, opening: Opening) -> OpenDrafter:
-    engine, config, confidence_stop, copy_s = opening.engine, opening.engine.config, None, None
-    if opening.costs is not None:
-        copy_s = _pass_s(config.self_draft_costs, config.host_s)
-        confidence_stop = ConfidenceStop(opening.costs.iteration_s, copy_s)
-    _warn_of_missing_ends(engine.draft_ids, opening)
-    copy = SelfDraft(engine, use_logits=settings.use_logits, confidence_stop=confidence_stop)
-    return OpenDrafter(opening.adapted(copy, copy_s), settings.max_draft_len, self_draft=copy)
-
-
-def _open_head(config: "HeadConfig", settings: ModelSettings, opening: Opening) -> OpenDrafter:
-    from runtime.drafters.head_draft import (
-        HeadDraft,
-        measure_head,
-        open_head,  # with transformers' layers, which other drafters need not wait for
-    )
-
-    engine = opening.engine
-    check_head_tokenizer(config.directory, opening.target.tokenizer_dir, lambda: opening.target.tokenizer)
-    head, cache = open_head(engine, config)
-    _warn_of_missing_ends(head.draft_ids, opening)
-    opening.stack.callback(engine.remove_head, cache)
-    warn_of_short_blocks(config, engine.max_draft_len)
-    draft = HeadDraft(engine, head, cache, measure_head(engine, head, cache), use_logits=settings.use_logits)
-    draft_s = _pass_s(draft.step_costs, 0.0)
-    if opening.costs is not None:
-        draft.confidence_stop = ConfidenceStop(opening.costs.iteration_s, draft_s, at_once=head.drafts_at_once)
-    drafter = opening.adapted(draft, draft_s, at_once=head.drafts_at_once)
-    return OpenDrafter(drafter, settings.max_draft_len, head_draft=draft)
-
-
-def _warn_of_missing_ends(drafted: "Tensor | None", opening: Opening) -> None:
-    """Warn if no end id is among the ids that may be drafted, `drafted` [n]; None stands for all ids."""
-    if drafted is not None and (warning := missing_ends(drafted.tolist(), opening.end_ids)) is not None:
-        warnings.warn(warning, SpecDecWarning, stacklevel=2)
-
-
 def warn_of_short_blocks(config: "HeadConfig", max_draft_len: int) -> None:
-    """SpecDecWarning if a block has less room than the block that the head was trained for."""
+    """Warn if the engine's drafts are shorter than the blocks that the head was trained for."""
     block = config.block
     if block is None or block.size is None or block.is_cut or block.num_drafts(block.size) <= max_draft_len:
         return
@@ -225,7 +205,8 @@ def _open_chain(speculation: Speculation, opening: Opening) -> OpenDrafter:
     if len(lookups) == 1 and not models:
         (chain,) = lookups
     else:
-        chain = BestOf(lookups, models, costs.iteration_s if costs else _always_the_same, config.vocab_size)
+        iteration_s = costs.iteration_s if costs else lambda batch_size, context_len, draft_len: 1.0
+        chain = BestOf(lookups, models, iteration_s, config.vocab_size)
     for one_before in reversed(first):
         chain = AnswersFirst(one_before, chain)
     return OpenDrafter(
@@ -255,15 +236,6 @@ def _drafting_model(one: OpenDrafter, target: EngineConfig, *, has_costs: bool) 
     else:
         assert one.self_draft is not None
         step_costs, host_s = target.self_draft_costs, target.host_s
-    step_s = _pass_s(step_costs, host_s, num_masks) if has_costs and step_costs else _no_seconds
+    is_timed = has_costs and step_costs
+    step_s = _pass_s(step_costs, host_s, num_masks) if is_timed else lambda batch_size, context_len: 0.0
     return DraftingModel(one.drafter, one.max_draft_len, step_s, one.self_draft, at_once)
-
-
-def _no_seconds(batch_size: int, context_len: int) -> float:
-    """0: the time of drafting, for a drafter whose costs were not measured."""
-    return 0.0
-
-
-def _always_the_same(batch_size: int, context_len: int, draft_len: float) -> float:
-    """The same cost for every step, for an engine whose step costs were not measured."""
-    return 1.0

@@ -30,6 +30,7 @@ def generate(
 
     A sequence whose `finish_reason` is set is done. All requests are checked before the first step. Times are added to
     `times` after each step. If a request cannot be continued, RequestError is raised when all others are done.
+    UsageError for an engine without block reuse.
     """
     if not engine.block_reuse:
         raise UsageError("orchestrator mode needs block reuse", hint="leave `block_reuse` on", code="block_reuse")
@@ -40,8 +41,10 @@ def generate(
     sequences = [Sequence.start(request) for request in requests]  # their clocks run while they wait for their group
     for start in range(0, len(sequences), engine.max_batch_size):
         group = sequences[start : start + engine.max_batch_size]
+        running = deque(group)
         try:
-            yield from _generate_group(engine, group, drafter, max_draft_len, times)
+            while running:
+                yield from engine.turns.take_with_room(partial(_step, engine, running, drafter, max_draft_len, times))
         finally:
             engine.turns.do_or_leave(partial(release_all, engine, drafter, group))
     raise_first_error(sequences)
@@ -76,14 +79,6 @@ def step_once(engine: Engine, request: Request, tokens: Seq[int], draft: Seq[int
     return sequence
 
 
-def _generate_group(
-    engine: Engine, group: Seq[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
-) -> Generator[tuple[Sequence, list[int]]]:
-    running = deque(group)
-    while running:
-        yield from engine.turns.take_with_room(partial(_step, engine, running, drafter, max_draft_len, times))
-
-
 def _step(
     engine: Engine, running: deque[Sequence], drafter: Drafter | None, max_draft_len: int, times: LoopTimes
 ) -> Stepped | None:
@@ -91,11 +86,13 @@ def _step(
     start, step_time_s = time.perf_counter(), engine.step_time_s
     admitted: list[Sequence] = []
     try:
-        _admit(engine, running, admitted)
-        while not admitted:
-            if not make_room(engine, None, running[0].request):
+        while running:
+            if engine.admit(running[0]):
+                admitted.append(running.popleft())
+            elif admitted:
+                break
+            elif not make_room(engine, None, running[0].request):
                 return None
-            _admit(engine, running, admitted)
         times.num_preemptions += len(running)
         stepped = step(engine, drafter, admitted, max_draft_len, times)
     finally:
@@ -106,11 +103,3 @@ def _step(
     running.extend(s for s in admitted if not s.is_over)
     times.wall_s += time.perf_counter() - start
     return stepped
-
-
-def _admit(engine: Engine, running: deque[Sequence], admitted: list[Sequence]) -> None:
-    """Admit sequences from the front of `running` as long as they fit the cache. The others come first in the next
-    step.
-    """
-    while running and engine.admit(running[0]):
-        admitted.append(running.popleft())

@@ -10,7 +10,7 @@ _LEAST_TOKENS = 4
 """Least number of tokens of a piece: prompts make progress, however slow they are."""
 _FIRST_TOKENS = 32
 _WEIGHT = 0.2
-"""Weight of the last step in the mean of all steps."""
+"""Weight of the last step in the running mean of the steps' times."""
 
 
 class PieceSizes:

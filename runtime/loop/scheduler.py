@@ -79,7 +79,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Sequences that have not run yet, and sequences that gave up their place in the batch to another client."""
+        """Sequences that have not run yet, and sequences that gave up their place in the batch or their blocks."""
         return list(self._turns)
 
     @property
@@ -223,9 +223,7 @@ class Scheduler:
         return True
 
     def _make_room(self) -> None:
-        """Give every running sequence blocks for the next step; if blocks are short, the last in order give theirs
-        back.
-        """
+        """Give every running sequence blocks for the next step; if blocks are short, the last in order lose theirs."""
         for sequence in list(self.running):
             while sequence in self.running and not self.engine.extend(sequence):
                 if self._release_waiting():
@@ -240,9 +238,7 @@ class Scheduler:
         return not sequence.num_unscored and sequence.num_generated > 0 and is_short
 
     def _read_on(self) -> None:
-        """Read K/V from disk, in order. While other sequences generate, this takes no longer than a piece of a prompt
-        may.
-        """
+        """Read K/V from disk, in order; beside sequences that generate, for as long as a piece of a prompt may take."""
         unread = [sequence for sequence in self._turns.in_order(self.running) if sequence.unread]
         if not unread:
             return
@@ -255,10 +251,11 @@ class Scheduler:
                 break
 
     def _compute_context(self) -> list[Sequence]:
-        """Compute max_num_tokens tokens of prompts, in order; returns the sequences whose next step gives a token.
+        """Compute at most max_num_tokens tokens of prompts, in order; returns the sequences whose next step gives a
+        token.
 
-        A generation step is never left out: its few tokens are computed whatever the budget. If there is such a step,
-        no more prompt tokens are computed than may delay it.
+        A sequence that generates always steps: its few tokens are computed whatever the budget. Beside such a sequence
+        prompts get no more tokens than the next piece has (`runtime.loop.pieces`), if pieces are limited.
         """
         num_generating = sum(map(self._generates, self.running))
         if num_generating == len(self.running):

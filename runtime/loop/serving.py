@@ -39,7 +39,7 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
-    num_finished: dict[str, int] = field(default_factory=dict)
+    num_finished: Counter[str] = field(default_factory=Counter)
     """Numbers of finished answers, by reason: stop, length, abort or error."""
 
     def count_step(self, sequence: Sequence, num_new_tokens: int) -> None:
@@ -58,9 +58,6 @@ class EngineStats:
             for i in range(num_accepted):
                 self.num_accepted_per_position[i] += 1
 
-    def count_end(self, reason: str) -> None:
-        self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
-
 
 class DrafterRouter:
     """Asks each request's own drafter, or `default` for requests without one."""
@@ -75,15 +72,13 @@ class DrafterRouter:
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         drafts = [Draft([])] * len(sequences)
-        places: dict[int, list[int]] = {}
-        drafters: dict[int, Drafter] = {}
+        places: dict[int, tuple[Drafter, list[int]]] = {}
         for i, sequence in enumerate(sequences):
             drafter = self._own.get(sequence.request.id, self.default)
             if drafter is not None:
-                drafters[id(drafter)] = drafter
-                places.setdefault(id(drafter), []).append(i)
-        for key, indices in places.items():
-            proposed = ask(drafters[key], [sequences[i] for i in indices], max_draft_len)
+                places.setdefault(id(drafter), (drafter, []))[1].append(i)
+        for drafter, indices in places.values():
+            proposed = ask(drafter, [sequences[i] for i in indices], max_draft_len)
             for i, draft in zip(indices, proposed, strict=True):
                 drafts[i] = draft
         return drafts
@@ -115,9 +110,7 @@ class StepFailed(SpecDecError):
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """A request, and its drafting. With `drafts_by_default` the server's drafter drafts; otherwise `drafter` does, if
-    it is given.
-    """
+    """A request, and its drafter: the server's with `drafts_by_default`, otherwise `drafter`, or none."""
 
     request: Request
     drafts_by_default: bool = True
@@ -125,7 +118,7 @@ class ServeRequest:
     copied_tokens: Seq[int] = ()
     """Text, beside the prompt, of which the output may copy parts; for the server's drafter."""
     counts_output: bool = True
-    """False if only the prompt is scored, and the token generated with it is discarded."""
+    """False if only the prompt is scored, and the tokens that are generated are discarded."""
     priority: int = 0
     """Priority among the requests of a client: the lowest is answered first."""
 
@@ -197,18 +190,17 @@ class ServingLoop:
     """
 
     def __init__(
-        self, session: Session, limits: LoopLimits | int, on_progress: Callable[[list[RequestHandle]], None]
+        self, session: Session, limits: LoopLimits, on_progress: Callable[[list[RequestHandle]], None]
     ) -> None:
         self.engine, self._draft_engine = session.engine, session.draft_engine
         self.owner_pools = session.opened.owner_pools if session.opened else None
         """Pools of earlier outputs, if the server's drafter searches them."""
-        self.limits = LoopLimits(limits) if isinstance(limits, int) else limits
-        self.max_queue_len = self.limits.max_queue_len
+        self.limits = limits
         self.totals = EngineStats()
         self._on_progress = on_progress
         self._copied = CopiedTexts()
         self._router = DrafterRouter(_default_drafter(session, self._copied))
-        gap_s = self.limits.max_gap_s
+        gap_s = limits.max_gap_s
         pieces = None if gap_s == math.inf else PieceSizes(session.engine.max_num_tokens, gap_s)
         self._scheduler = Scheduler(session.engine, self._router, session.engine.max_draft_len, pieces=pieces)
         self._condition = Condition()
@@ -251,8 +243,8 @@ class ServingLoop:
 
     @property
     def capacity(self) -> int:
-        """Number of sequences that can be unfinished at once, running and waiting."""
-        return self.engine.max_batch_size + self.max_queue_len
+        """Number of sequences that can be unfinished at once (`_check_room` says when there may be more)."""
+        return self.engine.max_batch_size + self.limits.max_queue_len
 
     @property
     def takes_requests(self) -> bool:
@@ -260,9 +252,7 @@ class ServingLoop:
 
     @property
     def failure(self) -> SpecDecError | None:
-        """The reason why the engine, or its draft model's engine, computes no more steps; then no request is answered
-        any more.
-        """
+        """The reason why this engine, or the draft model's, computes no more steps and no request is answered."""
         return self.engine.failure or (self._draft_engine.failure if self._draft_engine else None)
 
     def start(self) -> None:
@@ -293,8 +283,8 @@ class ServingLoop:
     def _check_room(self, num_asked: int, client: Hashable) -> None:
         """QueueFull or ClientFull if there is no room for more sequences of a client.
 
-        A client without sequences may exceed the queue's length, by once more that length, if a single other client
-        holds more than half of the room.
+        A named client without sequences finds a queue of twice the length if another named client holds more than half
+        of the room.
         """
         most = self.limits.max_requests_per_client
         if most is not None and len(self._num_of.get(client, ())) >= most:
@@ -302,7 +292,7 @@ class ServingLoop:
         room = self.capacity
         if client is not None and client not in self._num_of:
             others = (num_of.total() for other, num_of in self._num_of.items() if other is not None)
-            room += self.max_queue_len if max(others, default=0) > room / 2 else 0
+            room += self.limits.max_queue_len if max(others, default=0) > room / 2 else 0
         if len(self._answers) + num_asked > room:
             raise QueueFull(
                 f"the queue is full, {self.num_waiting} requests wait and {self.num_running} run", hint="ask later"
@@ -398,7 +388,7 @@ class ServingLoop:
         self._notify([self._fail(answer, cause) for answer in self.unfinished()])
 
     def _fail_step(self, error: BaseException) -> None:
-        """Fail the answers in the step; if there were none, the answer that could not be admitted."""
+        """Fail the answers in the step; if there were none, the first waiting answer, which could not be admitted."""
         cause = StepFailed(f"the step failed: {error or type(error).__name__}", hint="the server's log says where")
         failed = list(self._scheduler.running) or [self._scheduler.first_waiting]
         answers = []
@@ -411,7 +401,7 @@ class ServingLoop:
         self._notify(answers)
 
     def _notify(self, answers: list[RequestHandle]) -> None:
-        """Notify a listener. An error in it ends neither the loop nor the step."""
+        """Call `on_progress`. An error in it ends neither the loop nor the step."""
         try:
             if answers:
                 self._on_progress(answers)
@@ -424,7 +414,7 @@ class ServingLoop:
         return answer
 
     def _end(self, answer: RequestHandle, reason: str) -> None:
-        self.totals.count_end(reason)
+        self.totals.num_finished[reason] += 1
         with self._condition:
             del self._answers[answer.request.id]
             self._count(answer, -1)

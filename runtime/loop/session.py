@@ -36,10 +36,6 @@ class Session:
     """Ids of the unfinished requests, by which the drafter knows them."""
 
     @property
-    def has_drafter(self) -> bool:
-        return self.opened is not None
-
-    @property
     def max_draft_len(self) -> int:
         if self.opened is None:
             return 0
@@ -47,8 +43,8 @@ class Session:
 
     @property
     def draft_engine(self) -> Engine | None:
-        has_draft_model = self.opened is not None and self.opened.draft_model is not None
-        return self.opened.draft_model.engine if has_draft_model else None  # type: ignore[union-attr]
+        draft_model = None if self.opened is None else self.opened.draft_model
+        return None if draft_model is None else draft_model.engine
 
     @property
     def draft_model_time_s(self) -> float:
@@ -58,12 +54,12 @@ class Session:
         return self.engine.copy_time_s + own
 
     def draws_by_probs(self, sequences: Seq[Sequence]) -> bool:
-        """True if outputs follow the target's distribution without equalling the tokens it would draw alone."""
+        """True if outputs follow the target's distribution, but are not the tokens that the target would draw alone."""
         samples = any(not sequence.request.sampling.is_greedy for sequence in sequences)
         return samples and self.opened is not None and self.opened.gives_probs
 
     def run(self, requests: Seq[Request], *, speculate: bool = True, on_tokens: OnTokens | None = None) -> Generation:
-        """Answer the requests, with the drafter or without. Raises Interrupted at Ctrl-C, Unanswered if one fails."""
+        """Answer the requests. Raises Interrupted at Ctrl-C, and Unanswered if a request fails."""
         times, finished = LoopTimes(), dict[int, Sequence]()
         is_interrupted, failed = False, None
         with self.unique(requests) as unique:
@@ -128,9 +124,7 @@ class Session:
                     self._ids_in_use.pop(request.id)
 
     def check_requests(self, requests: Seq[Request]) -> None:
-        """SpecDecError if a request cannot be answered. `run` checks its requests itself; this is for requests that are
-        given to several runs.
-        """
+        """SpecDecError if a request cannot be answered; for requests of several runs, since `run` checks its own."""
         check_requests(self.engine, self.opened.drafter if self.opened else None, requests)
 
     def warm_up(self, requests: Seq[Request]) -> None:
@@ -158,9 +152,7 @@ class Session:
             yield
 
     def clear_cache(self) -> None:
-        """Forget the K/V of finished requests, also in the draft model's engine, so that the next request
-        starts cold.
-        """
+        """Forget the K/V of finished requests, the draft model's too, so that the next request starts cold."""
         self.engine.clear_cache()
         if self.draft_engine is not None:
             self.draft_engine.clear_cache()

@@ -61,7 +61,7 @@ def judge(engine: Engine, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[
     valid; K/V of rejected tokens lie beyond it. A verdict is NoValidToken if its sequence cannot be continued, which
     affects no other sequence.
     """
-    compute_masks_ahead(sequences, drafts)  # of grammars, by threads of their own while the target computes
+    compute_masks_ahead(sequences, drafts)  # of grammars, in a thread while the target computes
     for sequence in sequences:
         engine.catch_up(sequence)  # the beginning of a long prompt
     # Batch (`runtime.core.batch`)
@@ -79,9 +79,7 @@ def judge(engine: Engine, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[
 
 
 def commit(sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[VerifyResult | NoValidToken]) -> Stepped:
-    """Append the accepted tokens of each verdict and the target's own token; if a sequence cannot be continued, keep
-    its error.
-    """
+    """Append each verdict's tokens to its sequence; a sequence that cannot be continued keeps the error."""
     stepped = []
     for sequence, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
         if isinstance(verdict, NoValidToken):
@@ -95,9 +93,7 @@ def commit(sequences: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[VerifyRes
 
 
 def check_requests(engine: Engine, drafter: Drafter | None, requests: Iterable[Request]) -> None:
-    """SpecDecError if the engine cannot answer one of the requests, or if a drafter that checks requests
-    refuses one.
-    """
+    """SpecDecError if the engine or the drafter cannot serve one of the requests."""
     for request in requests:
         engine.check_request(request)
         check_request(drafter, request)
@@ -105,7 +101,7 @@ def check_requests(engine: Engine, drafter: Drafter | None, requests: Iterable[R
 
 def make_room(engine: Engine, holder: Holder | None, request: Request) -> bool:
     """Take blocks from another generation for a request that found none; False if other generations must be continued
-    first. SpecDecError if no other can give any. `holder` as in `ThreadTurns.take_room`.
+    first. SpecDecError if no other generation holds blocks. `holder` is `asking` of `ThreadTurns.take_room`.
     """
     found = engine.turns.take_room(holder)
     if found is None:
@@ -122,8 +118,8 @@ def raise_first_error(sequences: Iterable[Sequence]) -> None:
 
 
 def release_all(engine: Engine, drafter: Drafter | None, sequences: Seq[Sequence]) -> None:
-    """Free the blocks of sequences after a failed step, and the drafter's state of them. An error in freeing one of
-    them is raised after all have been freed.
+    """Free the blocks of sequences that are left, and the drafter's state of them. If freeing a sequence fails, the
+    error is raised after all have been freed.
     """
     with ExitStack() as stack:
         for sequence in reversed(sequences):

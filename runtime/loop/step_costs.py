@@ -1,6 +1,4 @@
-"""Measures the costs of an engine's steps: when it is built, or when they are first needed
-(`runtime.checkpoint.costs`).
-"""
+"""Measures the costs of an engine's steps, at its build or when they are needed (`runtime.checkpoint.costs`)."""
 
 import time
 from dataclasses import replace
@@ -70,7 +68,9 @@ def costs_when_asked_for(bundle: Bundle, engine: Engine, max_s: float = _WHEN_AS
 
 
 def cache_for_measuring(build: BuildConfig, block_bytes: int) -> KVCacheConfig:
-    """K/V cache with the room that `measure_steps` needs, or with less if memory is small."""
+    """K/V cache with the room that `measure_steps` needs. Sizes that would need more than 288 MB of K/V get no room,
+    except the first.
+    """
     first, *others = (max(_num_blocks(build, cell) for cell in group) for group in _groups(build))
     num_blocks = max(first, *(number for number in others if number * block_bytes <= _MAX_KV_BYTES), 0)
     return KVCacheConfig(max_tokens=num_blocks * build.tokens_per_block)
@@ -80,16 +80,17 @@ def measure_steps(
     engine: Engine, max_s: float, known: tuple[StepCost, ...] = (), *, by_copy: bool = False
 ) -> tuple[StepCost, ...]:
     """The time of steps of 1 to max_draft_len + 1 tokens, for several batch sizes and contexts, and of prompts' pieces,
-    beside those that are `known`.
+    beside the costs that are `known`.
 
     Steps are timed in up to 5 passes through all sizes, so that a busy moment of the machine does not fall on a single
-    size; pieces of prompts take most of the time and vary least, and are in the first pass alone. A step is timed after
-    an equal step, as in a generation; the 21 MB of a small model's weights are then in the processor's caches.
-    Measuring ends after `max_s` seconds; sizes that are expected to take longer than the seconds left are passed over,
-    except the first size. The sizes that most estimates use are measured first.
+    size; pieces of prompts take most of the time and vary least, and are in the first pass alone. A step that is no
+    piece is timed after an equal step, as in a generation; the 21 MB of a small model's weights are then in the
+    processor's caches. Measuring ends after `max_s` seconds; sizes that are expected to take longer than the seconds
+    left are passed over, except the first size if nothing is known. The sizes that most estimates use are measured
+    first.
     """
     build = engine.config.build_config
-    have = {(cost.batch_size, cost.context_len, cost.num_tokens) for cost in known}
+    have = set(map(_cell_of, known))
     room = engine.num_cache_tokens // build.tokens_per_block
     groups = [
         group
@@ -115,8 +116,11 @@ def measure_steps(
                 if not _is_piece(build, cell):
                     time_cell(engine, *cell, by_copy=by_copy)
                 seconds.setdefault(cell, []).append(time_cell(engine, *cell, by_copy=by_copy))
-    measured = _costs(seconds)
-    return (*(cost for cost in known if (cost.batch_size, cost.context_len, cost.num_tokens) not in seconds), *measured)
+    return (*(cost for cost in known if _cell_of(cost) not in seconds), *_costs(seconds))
+
+
+def _cell_of(cost: StepCost) -> Cell:
+    return cost.batch_size, cost.context_len, cost.num_tokens
 
 
 def _costs(seconds: dict[Cell, list[float]]) -> tuple[StepCost, ...]:
@@ -210,18 +214,14 @@ def _is_piece(build: BuildConfig, cell: Cell) -> bool:
 def _num_blocks(build: BuildConfig, cell: Cell) -> int:
     """Number of blocks of all rows together."""
     batch_size, context_len, num_tokens = cell
-    return batch_size * _blocks_of_row(build, context_len + num_tokens)
-
-
-def _blocks_of_row(build: BuildConfig, num_tokens: int) -> int:
-    return -(-num_tokens // build.tokens_per_block)
+    return batch_size * -(-(context_len + num_tokens) // build.tokens_per_block)
 
 
 def _rows(engine: Engine, batch_size: int, context_len: int, num_tokens: int, num_logits: int) -> list[Row]:
-    """Rows of sequences that own blocks of their own, as long as there are enough. Their tokens are random: in a
-    mixture each reads experts of its own.
+    """Rows of `batch_size` sequences, each with blocks of its own, for which the cache must have room. Their tokens are
+    random, so that in a mixture of experts they are computed by different experts.
     """
-    num_blocks = _blocks_of_row(engine.config.build_config, context_len + num_tokens)
+    num_blocks = _num_blocks(engine.config.build_config, (1, context_len, num_tokens))
     starts = islice(count(1, num_blocks), batch_size)
     words = range(engine.config.vocab_size)
     return [

@@ -26,9 +26,7 @@ _SOON = 256
 for it. Sequences that began together thus end together, and their places are not idle at different times at the end.
 """
 _FORESEEN = 1024
-"""Tokens of a running sequence that are counted before they are computed, if clients that already run a sequence wait
-for a place.
-"""
+"""Tokens of a running sequence that count before they are computed, if clients that run one wait for a place."""
 _MAX_REMEMBERED = 4096
 """Number of clients without requests whose counters are kept."""
 
@@ -103,9 +101,7 @@ class Turns:
         insort(self._queues.setdefault(self._ticket(sequence).client, []), sequence, key=self._rank)
 
     def run(self, sequence: Sequence) -> None:
-        """Take a sequence from the waiting ones, because it runs from now on. Tokens whose K/V were found at its first
-        admission are free.
-        """
+        """Let a waiting sequence run. Tokens whose K/V were found at its first admission are free."""
         ticket = self._ticket(sequence)
         self._take(sequence)
         if not ticket.has_run:
@@ -181,9 +177,7 @@ class Turns:
         return last if num_missing <= 0 else None
 
     def _first_leaving(self, sequence: Sequence, running: Seq[Sequence]) -> tuple[Sequence | None, float]:
-        """The first running sequence that will make room for the waiting one, and the number of tokens by which its
-        client's counter must grow until then.
-        """
+        """The first running sequence that will make room, and how many tokens its client must use until then."""
         own, last = self._ticket(sequence), self._last_of_each(running)
         mine = last.pop(own.client, None)
         if mine is not None and self._ticket(mine).priority > own.priority:
@@ -230,9 +224,7 @@ class Turns:
         return Counter(self._ticket(sequence).client for sequence in sequences)
 
     def _forget_clients(self, least: int) -> None:
-        """Forget counters of clients that have left, until few are kept: first counters that a return would raise to
-        `least`, and low ones.
-        """
+        """Forget the low counters of clients that have left, until few are kept; a return would raise most of these."""
         if len(self._used) > _MAX_REMEMBERED + len(self._present):
             absent = sorted((one for one in self._used if one not in self._present), key=lambda one: self._used[one])
             high = [one for one in absent if self._used[one] > least]

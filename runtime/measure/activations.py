@@ -1,6 +1,4 @@
-"""Comparison of activations in 8 bits with more bits, in quantized layers: the time that they save, and how far
-probabilities move.
-"""
+"""Comparison of activations in 8 bits with more bits: the time that they save, and how far probabilities move."""
 
 import tempfile
 from collections.abc import Iterator
@@ -31,9 +29,7 @@ _NUM_TOKENS, _WINDOW = 2000, 256
 
 
 def compare_activations(more: LLM, eight: LLM, texts: Seq[Trace]) -> InEightBits:
-    """Run both engines on the same texts, timed in turn. Logits of the outputs' tokens are compared; prompts are only
-    read.
-    """
+    """Compare the probabilities of both engines at the outputs' tokens of `texts`, and the times of their steps."""
     quantization = more.bundle.config.quantization
     assert quantization is not None
     divergence, num_same, num_tokens = 0.0, 0, 0
@@ -47,7 +43,7 @@ def compare_activations(more: LLM, eight: LLM, texts: Seq[Trace]) -> InEightBits
 
 
 def _log_probs(engine: Engine, text: Trace) -> Tensor:
-    """Log-probabilities float32 [tokens of the output, vocab]."""
+    """Log-probabilities of the output's tokens, float32 [tokens of the output, vocab]."""
     found: list[Tensor] = []
 
     def keep(_: list[LongDraft], all_logits: list[Tensor]) -> None:
@@ -62,7 +58,9 @@ def _log_probs(engine: Engine, text: Trace) -> Tensor:
 
 
 def _times_in_turn(more: Engine, eight: Engine) -> Iterator[RelativeTime]:
-    """Times of both engines' steps, measured in turn. A step is timed after an equal step, as in a generation."""
+    """Times of the second engine's steps over the first's, for steps of one token, of a whole draft, and of a prompt of
+    up to 512 tokens. The engines take turns, and a step is timed after an equal step, as in a generation.
+    """
     most = more.config.build_config.max_request_len - 1
     lengths = sorted({1, more.max_draft_len + 1, min(_PROMPT_LEN, most, more.max_num_tokens)})
     context_len = min(_CONTEXT_LEN, most - lengths[-1])
@@ -82,7 +80,9 @@ def _times_in_turn(more: Engine, eight: Engine) -> Iterator[RelativeTime]:
 
 
 def windows_of(llm: LLM, text: str) -> list[Trace]:
-    """The first 2,000 tokens of a text, in pieces of up to 256 tokens, each behind the text's first token."""
+    """The first 2,000 tokens of a text, in pieces of up to 256 tokens: the first token of a piece is its prompt, the
+    others are its output. SpecDecError for a text of one token.
+    """
     tokens = llm.encode(text)[0][:_NUM_TOKENS]
     window = min(_WINDOW, llm.engine.config.build_config.max_request_len)
     pieces = [tuple(tokens[start : start + window]) for start in range(0, len(tokens), window)]
@@ -95,9 +95,7 @@ def windows_of(llm: LLM, text: str) -> list[Trace]:
 def compare_at_build(
     checkpoint: OpenedCheckpoint, engine_dir: Path, build: BuildConfig, text: str, phase: Phase
 ) -> InEightBits:
-    """Comparison of a checkpoint's engine with an engine that has activations of 8 bits, which is built for this and
-    removed.
-    """
+    """Comparison of a checkpoint's engine with one that has activations in 8 bits, built for this and then removed."""
     quantization = checkpoint.config.quantization
     assert quantization is not None
     in_eight = replace(checkpoint.config, quantization=replace(quantization, activations="int8"))

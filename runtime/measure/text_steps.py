@@ -64,7 +64,9 @@ def token_kinds(per_step_drafted: Seq[int], per_step_accepted: Seq[int], num_tok
 
 
 def tokens_over_time(steps: Seq[Seq[int]], max_ranges: int) -> list[StepRange]:
-    """Number of tokens in each step, summed over requests, for ranges of equally many steps."""
+    """Numbers of steps and tokens of all requests, for at most `max_ranges` ranges of equally many steps (the last may
+    be shorter). `steps` has the number of tokens of each step, by request.
+    """
     longest = max(map(len, steps), default=0)
     width = max(1, -(-longest // max_ranges))
     ranges = []
@@ -101,7 +103,7 @@ def output_pieces(sequence: Sequence, tokenizer: Tokenizer | None) -> list[Piece
 
 
 def forced_places(matcher: Matcher, prompt: Seq[int], output: Seq[int], first: int = 0) -> set[int]:
-    """Indices, from `first` on, of the output tokens that its grammar forced."""
+    """Indices, from `first` on, of the output's tokens that the grammar of `matcher` forced."""
     places: set[int] = set()
     for i in range(first, len(output)):
         if i not in places:

@@ -3,10 +3,10 @@
 The engine gives the same bits for a token in a prompt and in a step. So at every position of an answer the check
 computes the token that the engine would have chosen, by the request's own sampler (its seed's noise, penalties, the
 grammar's mask), and finds the first token of the answer that differs. If bits may differ, an answer is checked within
-rounding. If a drafter's probabilities took part in its draws, it is checked by likelihood. A finding names its rule.
+rounding. If a drafter's probabilities took part in its draws, or another engine gave it, it is checked by likelihood.
+A finding names its rule.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -25,7 +25,7 @@ from runtime.core.stats import FinishReason
 from runtime.core.thinking import Thinking
 from runtime.engine.engine import Engine
 from runtime.loop.lossless.check import is_chosen_within, rounding_of
-from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
+from runtime.proof.long_drafts import LongDraft, LongDrafts, in_groups
 from runtime.proof.receipts import Read
 from runtime.proof.records import Finding, Fingerprint, Receipt, Relation, Rule, differences, in_words, relation_of
 from runtime.text.call_formats import named_reasoning_format
@@ -34,15 +34,13 @@ from runtime.text.thinking import thinking_of
 from runtime.util.errors import SpecDecError
 
 MOST_DEVIATIONS = 4.5
-"""A sampled answer counts as unlikely if its log-probability is lower than expected by more than this number of
-standard deviations; that happens to 3 in a million true answers.
-"""
+"""Standard deviations below its expectation at which a sampled answer is unlikely, as 3 in a million true ones."""
 LEAST_AGREEMENT = 0.8
-"""A greedy answer of another engine counts as unlikely if a smaller share of its tokens are this engine's choices."""
+"""A greedy answer is unlikely if a smaller share of its tokens are this engine's choices."""
 
 
 class _Refused(Exception):
-    """A receipt that this engine cannot check, and a sentence with the reason."""
+    """A receipt cannot be checked, for the reason in the sentence."""
 
 
 @dataclass(kw_only=True)
@@ -54,9 +52,9 @@ class _Case(LongDraft):
     relation: Relation
     rule: Rule
     end: int
-    """Number of the output's tokens after which the engine would end it, or after which the output ends."""
+    """Number of tokens after which the engine ends the output, or else the output's own number of tokens."""
     end_reason: FinishReason | None
-    """Reason why the engine ends there; None if it would continue, and a further row gives its next token."""
+    """Reason why the engine ends there; None if it would go on, and a further row gives its next token."""
     finding: Finding | None = None
     num_ties: int = 0
     logprob: float = 0.0
@@ -65,13 +63,13 @@ class _Case(LongDraft):
     num_agreeing: int = 0
 
     def found(self, finding: Finding) -> None:
-        """Note the first wrong token; later tokens are not looked at."""
+        """Keep the finding of the first wrong token; later tokens are not looked at."""
         self.finding, self.is_over = finding, True
 
 
 class Checker:
     """An opened engine that checks answers, in their order, several at a time. `compiled` compiles the grammars of
-    outputs. `rule` is the strictest rule to use; None for the rule that fits each receipt.
+    outputs. All answers are checked by `rule`, or, if it is None, by the rule that fits each receipt.
     """
 
     def __init__(
@@ -86,27 +84,15 @@ class Checker:
         self._tokenizer, self._compiled, self._rule = tokenizer, compiled, rule
 
     def check(self, reads: Iterable[Read]) -> Iterator[Finding]:
-        """A finding for each receipt that was read."""
-        group: list[_Case | Finding] = []
-        num_cases = num_logits = 0
-        for read in reads:
-            case = self._prepare(read)
-            group.append(case)
-            if isinstance(case, _Case):
-                num_cases += 1
-                num_logits += case.num_rows * self.engine.config.vocab_size
-            if num_cases == self.engine.max_batch_size or num_logits > MOST_LOGITS_OF_GROUP or len(group) > 1000:
-                yield from self._findings(group)
-                group, num_cases, num_logits = [], 0, 0
-        yield from self._findings(group)
-
-    def _findings(self, group: Seq[_Case | Finding]) -> Iterator[Finding]:
-        LongDrafts(self.engine, self._judge).compute([one for one in group if isinstance(one, _Case)])
-        for one in group:
-            yield one if isinstance(one, Finding) else _finding_of(one)
+        """A finding for each line that was read, in their order."""
+        cases = map(self._prepare, reads)
+        for group in in_groups(cases, self.engine, lambda one: one.num_rows if isinstance(one, _Case) else 0):
+            LongDrafts(self.engine, self._judge).compute([one for one in group if isinstance(one, _Case)])
+            for one in group:
+                yield one if isinstance(one, Finding) else _finding_of(one)
 
     def _prepare(self, read: Read) -> _Case | Finding:
-        """The case of a receipt, or the reason why it cannot be checked."""
+        """The case of a receipt, or a finding with the reason why it cannot be checked."""
         receipt = read.receipt
         relation = None if receipt is None else relation_of(receipt.fingerprint, self.fingerprint)
         name = None if receipt is None else receipt.name
@@ -210,12 +196,11 @@ class Checker:
         other = case.token_at(place)
         if other is None:
             return False
-        prefix = case.prefix(place)
         rounding = rounding_of(self.engine.config, row)
-        margin = _margin(case, prefix, row, token, other)
+        margin = case.margin(place, row, token, other)
         if margin is not None:
             return margin <= 2 * rounding  # each of the two may be off
-        return is_chosen_within(case.sampler, prefix, row, other, rounding)
+        return is_chosen_within(case.sampler, case.prefix(place), row, other, rounding)
 
     def _judge_likelihood(self, case: _Case, logits: Tensor) -> None:
         for place, row in enumerate(logits, case.num_judged):
@@ -225,13 +210,10 @@ class Checker:
             except NoValidToken as error:
                 case.found(_finding_of(case, verdict="wrong", place=place, reason=error.message))
                 return
-            if place >= case.end:
+            if place >= case.end or not probs[case.output[place]] > 0:
                 case.found(_wrong(case, place, row, int(probs.argmax())))
                 return
             token, logs = case.output[place], torch.log(probs.clamp_min(1e-300))
-            if not probs[token] > 0:
-                case.found(_wrong(case, place, row, int(probs.argmax())))
-                return
             mean = float((probs * logs).sum())
             case.logprob += float(logs[token])
             case.expected += mean
@@ -253,9 +235,7 @@ def _rule_of(receipt: Receipt, relation: Relation, *, is_invariant: bool) -> Rul
 
 
 def _end_of(request: Request, output: Seq[int]) -> tuple[int, FinishReason | None]:
-    """Number of tokens after which the engine ends this output, and the reason; None as reason if the engine would
-    continue.
-    """
+    """Number of tokens after which the engine ends the output, and why; all and None if it would go on."""
     sequence = Sequence(request, list(request.prompt_tokens))
     for num_tokens, token in enumerate(output, 1):
         sequence.tokens.append(token)
@@ -264,23 +244,15 @@ def _end_of(request: Request, output: Seq[int]) -> tuple[int, FinishReason | Non
     return len(output), None
 
 
-def _margin(case: _Case, prefix: list[int], row: Tensor, token: int, other: int) -> float | None:
-    """Difference of the logits of two tokens, with the noise of sampling; None if one token cannot be chosen."""
-    ranking = case.sampler.ranking(prefix, row)
-    temperature = 1.0 if case.sampler.is_greedy else case.request.sampling.temperature
-    margin = float(ranking[token] - ranking[other]) * temperature
-    return margin if math.isfinite(margin) else None
-
-
 def _probs(case: _Case, prefix: list[int], row: Tensor) -> Tensor:
-    """Probabilities float64 [vocab]; for a greedy request, of its scores."""
+    """Probabilities [vocab] of the next token; for a greedy request, float64 from its scores."""
     if case.sampler.is_greedy:
         return case.sampler.scores(prefix, row).double().softmax(-1)
     return case.sampler.probs(prefix, row)
 
 
 def _wrong(case: _Case, place: int, row: Tensor, token: int) -> Finding:
-    """Note that the answer's token at `place` is not the engine's `token`, or that the answer has ended there."""
+    """The finding that the answer's token at `place` is not the engine's `token`, or that the answer ends before it."""
     prefix, other = case.prefix(place), case.token_at(place)
     if other is None:
         return _finding_of(
@@ -296,13 +268,13 @@ def _wrong(case: _Case, place: int, row: Tensor, token: int) -> Finding:
         engine_token=token,
         probability=float(_probs(case, prefix, row)[other]),
         rank=1 + int((scores > scores[other]).sum()) if is_possible else None,
-        gap=_margin(case, prefix, row, token, other),
+        gap=case.margin(place, row, token, other),
         reason="the engine chooses another token" if is_possible else "the engine can never choose this token here",
     )
 
 
 def _finding_of(case: _Case, **found: object) -> Finding:
-    """The finding of a case: the first wrong token, or, without one, the result from its tokens and its end."""
+    """A finding about a case: with the fields in `found`, or, without them, the result of its tokens and its end."""
     common = Finding(
         where=case.read.where,
         name=case.receipt.name,
@@ -333,7 +305,7 @@ def _by_likelihood(case: _Case, common: Finding) -> Finding:
     agreement = case.num_agreeing / num_judged
     deviations = (case.logprob - case.expected) / math.sqrt(case.variance) if case.variance > 0 else 0.0
     is_likely = agreement >= LEAST_AGREEMENT if case.sampler.is_greedy else deviations >= -MOST_DEVIATIONS
-    return dataclasses.replace(
+    return replace(
         common,
         verdict="likely" if is_likely else "unlikely",
         agreement=agreement,
@@ -343,7 +315,7 @@ def _by_likelihood(case: _Case, common: Finding) -> Finding:
 
 
 def _wrong_end(case: _Case) -> str | None:
-    """A sentence on the wrong end of an answer whose tokens are right; None if the end is right too."""
+    """A sentence about the end of an answer whose tokens are right; None if the end is right too."""
     if case.end < len(case.output):
         return f"the answer goes on where the engine ends ({case.end_reason})"
     if case.end_reason != case.receipt.finish_reason:

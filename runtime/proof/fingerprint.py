@@ -1,8 +1,8 @@
 """An engine's fingerprint: a digest of its logits after fixed tokens, and the facts that these bits depend on.
 
 Two engines with the same digest give the same bits, on whatever machine and from whatever build, as far as 48 tokens
-show; a check of answers (`runtime.proof.check`) looks at all other tokens. The facts recorded beside the digest explain
-why two digests differ.
+show; a check of answers (`runtime.proof.check`) looks at their own tokens. The facts beside the digest explain why two
+digests differ.
 """
 
 import hashlib
@@ -30,14 +30,11 @@ _DIGEST_LEN = 16
 
 
 def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
-    """The fingerprint of an opened engine, computed in two steps of 48 tokens in all."""
+    """The fingerprint of an opened engine. 48 tokens are computed for it, in two steps."""
     config = engine.config
-    quantization = config.quantization
-    formats = (
-        None
-        if quantization is None
-        else (quantization.quant_algo, quantization.activations, quantization.kv_cache_quant_algo)
-    )
+    formats: tuple[str | None, ...] = ()
+    if (found := config.quantization) is not None:
+        formats = found.quant_algo, found.activations, found.kv_cache_quant_algo
     shapes = (config.pretrained_config.get("model_type"), config.vocab_size, layers_of_all_ranks(config), config.states)
     return Fingerprint(
         logits=engine.turns.take_with_room(lambda: digest_of_logits(engine)),
@@ -46,7 +43,7 @@ def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
         tokenizer=None if tokenizer is None else tokenizer_digest(tokenizer)[:_DIGEST_LEN],
         vocab_size=config.vocab_size,
         dtype=config.dtype,
-        quantization=None if formats is None else " ".join(str(one) for one in formats if one is not None),
+        quantization=" ".join(filter(None, formats)) or None,
         tp_size=config.mapping.tp_size,
         compiler=config.build_config.compiler,
         processor=_processor(config),
@@ -59,9 +56,7 @@ def fingerprint_of(engine: Engine, tokenizer: Tokenizer | None) -> Fingerprint:
 
 
 def layers_of_all_ranks(config: EngineConfig) -> tuple[LayerShape, ...]:
-    """The layers of the whole model, whose K/V heads a split engine distributes over its ranks. Two heads on four ranks
-    mean a head on each rank, and each head twice.
-    """
+    """The layers with the K/V heads of all ranks; of two heads on four ranks each is there twice, and counts once."""
     tp_size, num_heads = config.mapping.tp_size, config.pretrained_config.get("num_key_value_heads")
     if tp_size == 1:
         return config.layers
@@ -83,9 +78,7 @@ def _num_tokens(engine: Engine) -> int:
 
 
 def fixed_tokens(vocab_size: int, num_tokens: int) -> list[int]:
-    """Token ids from all over the vocabulary, the same on every machine: the high bits of a linear congruential
-    generator.
-    """
+    """Token ids from all over the vocabulary, the same on every machine, by a linear congruential generator."""
     state, tokens = 1, []
     for _ in range(num_tokens):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
@@ -94,8 +87,8 @@ def fixed_tokens(vocab_size: int, num_tokens: int) -> list[int]:
 
 
 def digest_of_logits(engine: Engine) -> str | None:
-    """Digest of the bytes of all logits after fixed tokens: all tokens but one are computed as a prompt, and the last
-    as a step. None if other generations hold the K/V blocks and must be continued first.
+    """Digest of the bytes of all logits after fixed tokens: all but the last are computed as a prompt, and the last as
+    a step. Clears the cache. None if other generations hold the K/V blocks and must be continued first.
     """
     tokens = fixed_tokens(engine.config.vocab_size, _num_tokens(engine))
     # For the loop, the last token alone is the request's prompt: none of it is looked up or found in the cache.
@@ -122,7 +115,7 @@ def _digest_of(tensors: Seq[Tensor]) -> str:
 
 
 def read_fingerprint(path: Path) -> Fingerprint:
-    """The fingerprint in a JSON file; SpecDecError names the file if it has none."""
+    """The fingerprint in a JSON file, alone or under `fingerprint`; SpecDecError names the file if there is none."""
     data = parse_json(read_utf8(path), path)
     found = data.get("fingerprint", data) if isinstance(data, dict) else data
     return parse(Fingerprint, found, str(path))

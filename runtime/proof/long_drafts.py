@@ -1,6 +1,7 @@
-"""Outputs computed as a long draft each: the logits of all their positions, several outputs at a time."""
+"""Outputs that are computed as long drafts: the logits at all their positions, several outputs at a time."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,15 +18,15 @@ from runtime.util.errors import SpecDecError
 
 _MOST_LOGITS = 1 << 23
 """Logits (numbers) of an output that are computed at once."""
-MOST_LOGITS_OF_GROUP = 1 << 25
+_MOST_LOGITS_OF_GROUP = 1 << 25
 """Logits (numbers) of all outputs that are computed together."""
+_MOST_IN_GROUP = 1000
+"""Items in a group, with items that are not computed."""
 
 
 @dataclass
 class LongDraft:
-    """An output, and the number of its tokens that have been judged. Row i of its logits comes after i of
-    its tokens.
-    """
+    """An output, and how many of its rows of logits have been judged. Row i comes after i of the output's tokens."""
 
     request: Request
     output: tuple[int, ...]
@@ -52,19 +53,45 @@ class LongDraft:
         return self.output[place] if place < len(self.output) else None
 
     def positions(self, place: int, logits: Tensor) -> Positions:
-        """Positions for logits [rows, vocab], the first of which comes after `place` tokens of the output."""
+        """Positions for logits [rows, vocab], whose first row comes after `place` tokens of the output."""
         return Positions(self.sampler, self.prefix(place), self.output[place : place + len(logits) - 1], logits)
 
+    def margin(self, place: int, row: Tensor, token: int, other: int) -> float | None:
+        """Difference of the logits `row` [vocab] of two tokens, with the noise of sampling; None if one of them cannot
+        be chosen.
+        """
+        ranking = self.sampler.ranking(self.prefix(place), row)
+        temperature = 1.0 if self.sampler.is_greedy else self.request.sampling.temperature
+        margin = float(ranking[token] - ranking[other]) * temperature
+        return margin if math.isfinite(margin) else None
 
+
+Item = TypeVar("Item")
 Draft = TypeVar("Draft", bound=LongDraft)
 Judge = Callable[[list[Draft], list[Tensor]], None]
 
 
+def in_groups(items: Iterable[Item], engine: Engine, num_rows_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """The items in groups to compute together, in their order. `num_rows_of` gives an item's rows of logits, 0 if the
+    item is not computed.
+    """
+    group: list[Item] = []
+    num_drafts = num_logits = 0
+    for item in items:
+        group.append(item)
+        num_rows = num_rows_of(item)
+        num_drafts += num_rows > 0
+        num_logits += num_rows * engine.config.vocab_size
+        is_full = num_drafts == engine.max_batch_size or num_logits > _MOST_LOGITS_OF_GROUP
+        if is_full or len(group) > _MOST_IN_GROUP:
+            yield group
+            group, num_drafts, num_logits = [], 0, 0
+    yield group
+
+
 @dataclass
 class LongDrafts(Generic[Draft]):
-    """Computes outputs on an engine, and hands the next rows of each output to `judge`, at most `most_rows` rows of an
-    output at once.
-    """
+    """Computes outputs on an engine; `judge` gets the next rows of each, at most `most_rows` rows at once."""
 
     engine: Engine
     judge: Judge[Draft]
@@ -81,11 +108,11 @@ class LongDrafts(Generic[Draft]):
             return self._compute_some(drafts)
 
     def _compute_some(self, drafts: list[Draft]) -> list[Draft] | None:
-        """Compute the first of the outputs; returns the others. None if other generations hold the K/V blocks and must
-        be continued first.
+        """Compute some of the outputs, from the first on; returns the others. None if other generations hold the K/V
+        blocks and must be continued first.
 
         Short outputs are computed together, up to the first long one, which uses the whole machine by itself; the next
-        may then find its keys and values. So for eight answers to one prompt, the prompt is computed once.
+        outputs may find its keys and values. So for eight answers to one prompt, the prompt is computed once.
         """
         admitted: list[Draft] = []
         try:
@@ -110,8 +137,8 @@ class LongDrafts(Generic[Draft]):
         return drafts[len(admitted) :]
 
     def _make_room(self, drafts: list[Draft]) -> list[Draft] | None:
-        """Have other generations give blocks to the first output. Returns like `_compute_some`; the output gets a
-        problem if no generation can give any.
+        """Have other generations give blocks to the first output, and return as `_compute_some` does. The output gets a
+        problem if it does not fit into the whole cache, or no generation can give blocks.
         """
         first, num_tokens = drafts[0], self.engine.num_cache_tokens
         if self.engine.cache_usage == 0:
@@ -125,8 +152,8 @@ class LongDrafts(Generic[Draft]):
             return drafts[1:]
 
     def _admit(self, draft: Draft) -> bool:
-        """Give the draft K/V blocks for all its tokens; the cache may have its prompt. False if there is
-        no room now.
+        """Give the draft K/V blocks for all its tokens, some perhaps from the cache. False if there is no room now; a
+        draft that can never be computed gets a problem.
         """
         sequence, tokens = draft.sequence, draft.sequence.tokens
         most = self.engine.config.build_config.max_request_len
@@ -148,7 +175,7 @@ class LongDrafts(Generic[Draft]):
         return False
 
     def _forward(self, drafts: Seq[Draft]) -> list[Tensor]:
-        """Logits [rows, vocab] for each draft: the next rows that it needs."""
+        """Logits [rows, vocab] for each draft: its next rows."""
         engine = self.engine
         most = max(1, min(self.most_rows or engine.max_num_tokens, _MOST_LOGITS // engine.config.vocab_size))
         rows: list[Row] = []

@@ -1,9 +1,9 @@
 """Receipts: for each answer a JSON line with everything that its tokens follow from, so that anyone can check them.
 
-A token is a function of the tokens before it, of the engine and of the request: the sampling parameters with the seed
-and the output's index, the grammar, and the conditions that end the output. The drafter is no part of a receipt,
-because it changes no token. The exception are drafts that are verified by probabilities, which draw with other random
-numbers; `drawn` says so, and such an answer is checked by its likelihood.
+A token follows from the tokens before it, the engine and the request: the sampling parameters with the seed and the
+output's index, the grammar, and the conditions that end the output. The drafter is no part of a receipt, because it
+changes no token. The exception are drafts that are verified by probabilities, which draw with other random numbers;
+`drawn` says so, and such an answer is checked by its likelihood.
 """
 
 import codecs
@@ -61,9 +61,7 @@ def write_receipts(path: Path, sequences: Iterable[Sequence], fingerprint: Finge
 
 @dataclass(frozen=True)
 class Read:
-    """A line that was read: a receipt, or None with a `problem`, a sentence that says why there is no receipt or what
-    is wrong with it.
-    """
+    """The receipt on a line. `problem` is a sentence that says why there is none, or what is wrong with it."""
 
     where: str
     receipt: Receipt | None
@@ -75,8 +73,16 @@ Answers = Mapping[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def read_receipts(path: Path, answers: Answers | None = None) -> Iterator[Read]:
-    """The receipts of a file, line after line. A line is a receipt, a batch's result or a server's answer that has
+    """The receipts in a file, line after line. A line is a receipt, or a batch's result or a server's answer with
     receipts. If something is wrong with a line, its own `Read` says so. SpecDecError if the file cannot be read.
+    """
+    for line, where in lines_of(path):
+        yield from _read_line(line, where, answers or {})
+
+
+def lines_of(path: Path) -> Iterator[tuple[bytes, str]]:
+    """(line, its place for errors) for each line that is more than white space. A byte order mark is left out, and a
+    line beyond 64 MiB comes in pieces. SpecDecError if the file cannot be read.
     """
     check_regular(path)
     try:
@@ -84,13 +90,13 @@ def read_receipts(path: Path, answers: Answers | None = None) -> Iterator[Read]:
             for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), 1):
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    yield from _read_line(line, f"line {number} of {path}", answers or {})
+                    yield line, f"line {number} of {path}"
     except OSError as error:
         raise_unreadable(path, error)
 
 
 def num_lines(path: Path) -> int:
-    """Number of lines of a file; SpecDecError if it cannot be read."""
+    """Number of line ends in a file; SpecDecError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
@@ -112,7 +118,7 @@ def _read_line(line: bytes, where: str, answers: Answers) -> Iterator[Read]:
 
 
 def parse_line(line: bytes, where: str) -> Any:
-    """The JSON value of a line. SpecDecError, naming `where`, for a line that is cut off or damaged."""
+    """The JSON value on a line. SpecDecError, naming `where`, for a line that is cut off or damaged."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -127,9 +133,7 @@ def parse_line(line: bytes, where: str) -> Any:
 
 
 def rows_in(data: Any) -> Iterator[dict[str, Any]]:
-    """The receipts in a line: the line itself, or the receipts of an answer or its choices, which in a batch's result
-    are inside `response`.
-    """
+    """The receipts on a line, parsed as `data`: the line itself, or the receipts of an answer and its choices."""
     if not isinstance(data, dict):
         return
     if isinstance(data.get("fingerprint"), dict):
@@ -142,9 +146,7 @@ def rows_in(data: Any) -> Iterator[dict[str, Any]]:
 
 
 def body_of(data: Any) -> dict[str, Any]:
-    """The answer in a line of a batch's results, in the event that ends a response, or the line itself if it is a
-    server's answer.
-    """
+    """The answer on a line: under `response` in a batch's result or a stream's last event, else the line itself."""
     response = data.get("response") if isinstance(data, dict) else None
     body = response.get("body", response) if isinstance(response, dict) else data
     return body if isinstance(body, dict) else {}
@@ -156,7 +158,9 @@ def choices_of(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def read_row(row: object, where: str, answers: Answers) -> Read:
-    """The receipt in a JSON object; if something is wrong, its problem is a sentence about `where`."""
+    """The receipt in a JSON object, with the token ids from `answers` if it has digests alone. If something is wrong,
+    the problem is a sentence about `where`.
+    """
     if not isinstance(row, Mapping):
         return Read(where, None, f"{where} has no receipt: {shown(row)}")
     row = dict(row)

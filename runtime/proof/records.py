@@ -1,6 +1,4 @@
-"""Records of proofs: an engine's fingerprint, the receipt of an answer, and the finding of a check.
-Imports no torch.
-"""
+"""Records of proofs: an engine's fingerprint, an answer's receipt, and a check's finding. Imports no torch."""
 
 import json
 from collections.abc import Sequence as Seq
@@ -15,17 +13,17 @@ from runtime.util.cache import digest
 from runtime.util.reading import shown
 
 Relation = Literal["same", "other_machine", "faulty", "other_engine", "other_model"]
-"""Relation of another engine to this one: the same bits; other bits because of another machine, version or build; other
-bits although all facts are the same; other weights or another precision; or another model or tokenizer.
+"""Relation of another engine to this engine: the same bits; other bits because of another machine, version or build;
+other bits although all facts are the same; other weights or another precision; or another model or tokenizer.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Digest of an engine's bits, and all facts that they depend on."""
+    """Digest of an engine's bits, and the facts that they depend on."""
 
     logits: str
-    """Digest of the logits of fixed tokens; the same for engines that give the same bits."""
+    """Digest of the logits after fixed tokens; the same for engines that give the same bits."""
     weights: str
     """Digest of the weights as the engine has them."""
     architecture: str
@@ -47,7 +45,7 @@ class Fingerprint:
     batch_invariant: bool
     """True if a token's logits have the same bits whatever else is in its step. Only then is a check exact."""
     num_tokens: Size = 48
-    """Number of fixed tokens: 48, or fewer for an engine whose requests have fewer."""
+    """Number of fixed tokens: 48, or fewer for an engine whose requests are shorter."""
 
     @property
     def name(self) -> str:
@@ -55,18 +53,12 @@ class Fingerprint:
         return f"fp_{self.logits}"
 
 
-# What makes another engine of the same model, and what another machine or build of the same engine; in words.
-_OF_ENGINE = {"weights": "weights", "dtype": "dtype", "quantization": "quantization"}
-_OF_MACHINE = {
-    "tp_size": "tp_size",
-    "compiler": "compiler",
-    "processor": "processor",
-    "instructions": "instructions",
-    "torch": "torch",
-    "specdec_version": "specdec",
-    "batch_invariant": "batch_invariant",
-    "num_tokens": "fixed tokens",
-}
+# Fields that differ between engines of one model, and fields that differ between machines or builds of one engine.
+_OF_ENGINE = ("weights", "dtype", "quantization")
+_OF_MACHINE = (
+    "tp_size", "compiler", "processor", "instructions", "torch", "specdec_version", "batch_invariant", "num_tokens"
+)  # fmt: skip
+_WORDS = {"vocab_size": "ids", "specdec_version": "specdec", "num_tokens": "fixed tokens"}
 
 
 def relation_of(theirs: Fingerprint, ours: Fingerprint) -> Relation:
@@ -81,29 +73,26 @@ def relation_of(theirs: Fingerprint, ours: Fingerprint) -> Relation:
 
 
 def differences(theirs: Fingerprint, ours: Fingerprint) -> list[str]:
-    """Differences in words: `dtype bfloat16, here float32`; empty for engines with the same fingerprint."""
+    """Differences in words, such as `dtype bfloat16, here float32`; empty for engines with the same fingerprint."""
     if theirs.architecture != ours.architecture:
-        named = {"architecture": "architecture", "vocab_size": "ids"}
-        return [f"another model: {', '.join(_differences(named, theirs, ours))}"]
-    named = {"tokenizer": "tokenizer"} | _OF_ENGINE | _OF_MACHINE
-    found = _differences(named, theirs, ours)
+        return [f"another model: {', '.join(_differences(('architecture', 'vocab_size'), theirs, ours))}"]
+    found = _differences(("tokenizer", *_OF_ENGINE, *_OF_MACHINE), theirs, ours)
     if theirs.logits != ours.logits:
         found.append(f"bits {in_words(theirs.name)}, here {ours.name}")
     return found
 
 
-def _differences(named: dict[str, str], theirs: Fingerprint, ours: Fingerprint) -> list[str]:
-    """Differences in the fields that `named` has, under its words."""
+def _differences(names: Seq[str], theirs: Fingerprint, ours: Fingerprint) -> list[str]:
     return [
-        f"{word} {there}, here {here}"
-        for name, word in named.items()
+        f"{_WORDS.get(name, name)} {there}, here {here}"
+        for name in names
         for there, here in [_differing(getattr(theirs, name), getattr(ours, name))]
         if there != here
     ]
 
 
 def _differing(theirs: Any, ours: Any) -> tuple[str, str]:
-    """Two values in words; for lists, the elements that only one of them has."""
+    """Two values in words; for tuples, the elements that the other does not have."""
     if isinstance(theirs, tuple):
         there, here = (" ".join(sorted({*one} - {*other})) for one, other in ((theirs, ours), (ours, theirs)))
         return f"also {in_words(there)}" if there else "no more", f"also {in_words(here)}" if here else "no more"
@@ -111,16 +100,14 @@ def _differing(theirs: Any, ours: Any) -> tuple[str, str]:
 
 
 def in_words(value: Any) -> str:
-    """A value of a fingerprint as a sentence shows it: cut and escaped, since anyone may have written the receipt."""
+    """A fingerprint's value in a sentence: cut and escaped if need be, since anyone may have written the receipt."""
     text = "none" if value is None else str(value)
     return text if text.isprintable() and len(text) <= 100 else shown(text)
 
 
 FORMAT_VERSION = 1
 IdsForm = Literal["ids", "digests"]
-"""Form of receipts: with token ids, or with digests alone. With digests, whoever checks must have the ids from
-elsewhere.
-"""
+"""Form of receipts: with token ids, or with their digests alone, so that the ids must come from elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +125,7 @@ class Receipt:
     prompt_digest: str
     output_digest: str
     return_index: Count = 0
-    """Index among the outputs of the prompt, which makes their noise different."""
+    """Index among the prompt's outputs, which makes the noise of each different."""
     max_new_tokens: Size
     end_ids: tuple[Count, ...]
     stop_words: tuple[str, ...]
@@ -182,7 +169,7 @@ PASSED: frozenset[Verdict] = frozenset({"exact", "within_rounding", "likely"})
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of checking an answer. `place`, `token` and the following fields describe the first wrong token."""
+    """Result of checking an answer. `place` to `gap` describe the first wrong token; null without one."""
 
     where: str
     name: str | None = None

@@ -1,12 +1,11 @@
 """Old answers beside a new engine: the tokens that a changed engine chooses otherwise, without generating the answers
 again.
 
-An old answer is a long draft for the new engine. The new answer departs from it at the first token that the new engine
-would not choose. Generating again would depart at the same token, if both engines' bits do not depend on the step.
-Behind that token the old answer is still a text on which the two engines can be compared.
+An old answer is a long draft for the new engine. The new answer leaves it at the first token that the new engine would
+not choose. Generating again would leave it at the same token, if both engines' bits do not depend on the step. Behind
+that token the old answer is still a text on which the two engines can be compared.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import closing
@@ -25,31 +24,31 @@ from runtime.drafters.prediction import PredictionLookup
 from runtime.engine.engine import Engine
 from runtime.loop.scheduler import Scheduler
 from runtime.loop.serving import DrafterRouter
-from runtime.proof.long_drafts import MOST_LOGITS_OF_GROUP, LongDraft, LongDrafts
-from runtime.proof.receipts import body_of, choices_of, parse_line, read_row, rows_in
+from runtime.proof.long_drafts import LongDraft, LongDrafts, in_groups
+from runtime.proof.receipts import body_of, choices_of, lines_of, parse_line, read_row, rows_in
 from runtime.proof.records import Receipt
 from runtime.text.trace_lines import Trace
 from runtime.util.errors import SpecDecError
-from runtime.util.reading import raise_unreadable, shown
+from runtime.util.reading import shown
 
 _NUM_CHOSEN = 32
-"""Rows for which tokens are chosen at once. Rows after a token that differs are asked for again."""
+"""Rows for which tokens are chosen at once. Behind a token that differs, the rows are asked for again."""
 _NUM_UNTIL_CHANGE = 32
 """Rows that are computed at once for an answer that is compared up to its first change."""
 
 
 @dataclass(frozen=True)
 class OldAnswer:
-    """An answer to compare with. Without a `receipt` its request is not known, and is taken to be greedy."""
+    """An answer to compare with. Without a `receipt` its request is not known, and counts as greedy."""
 
     where: str
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     receipt: Receipt | None = None
     problem: str | None = None
-    """Reason why the line has no answer to compare, in a sentence."""
+    """Sentence that says why the line has no answer to compare."""
     is_foreign: bool = False
-    """True for a line that is no answer at all: not JSON, or without token ids and receipts."""
+    """True for a line that is no answer at all: not JSON, or with neither token ids nor a receipt."""
 
     def request(self, make: Callable[[Receipt], Request], end_ids: frozenset[int]) -> Request:
         """The request that was answered; without a receipt, a greedy request for the same number of tokens."""
@@ -60,7 +59,7 @@ class OldAnswer:
 
 @dataclass
 class Positions:
-    """Sums by position in the output, over the answers that have a token at that position."""
+    """Sums by position in the output, over the answers that were compared at that position."""
 
     num: list[int] = field(default_factory=list)
     num_agreeing: list[int] = field(default_factory=list)
@@ -79,8 +78,8 @@ class Positions:
 
 @dataclass(kw_only=True)
 class Compared(LongDraft):
-    """An old answer, and the new engine's choices. `place` is the first old token that the new engine does
-    not choose.
+    """An old answer, and the new engine's choices. `place` is the index of the first old token that it does not choose;
+    `new_token` is its own, None if no token can be chosen there.
     """
 
     old: OldAnswer
@@ -90,9 +89,7 @@ class Compared(LongDraft):
     """Difference of the new engine's logits of its own token and the old token; None if one cannot be chosen."""
     num_agreeing: int = 0
     kl: float = 0.0
-    """Sum over the answer's positions of the Kullback-Leibler divergence, in nats, of the new engine's probabilities
-    from the old engine's.
-    """
+    """Divergence (KL) of the new probabilities from the old engine's, in nats, summed over the positions."""
     new_output: list[int] | None = None
     old_logits: list[Tensor] = field(default_factory=list)
 
@@ -110,33 +107,21 @@ class Compared(LongDraft):
     def has_diverged(self) -> bool:
         return self.place is not None
 
-    def start_of_new(self) -> list[int]:
-        """The prompt and the known part of the new answer: up to the first token that differs."""
-        assert self.place is not None and self.new_token is not None
-        return [*self.prefix(self.place), self.new_token]
-
 
 class Comparison:
-    """Comparison of a new engine, and perhaps the old engine, on answers of the old one.
+    """Comparison of a new engine with old answers, and perhaps with the old engine on these answers.
 
-    With `until_change` each answer is compared only up to its first change. If token 40 of 512 changes, and 32 tokens
-    are computed at once, 64 are computed.
+    With `until_change` each answer is compared only up to its first change. If token 40 of 512 changes, 64 tokens are
+    computed, since 32 are computed at once.
     """
 
     def __init__(self, new: Engine, old: Engine | None = None, *, until_change: bool = False) -> None:
         self.new, self.old, self.positions, self._until_change = new, old, Positions(), until_change
 
     def compare(self, answers: Iterable[Compared]) -> Iterator[Compared]:
-        """Each answer, compared with the new engine, in order. Answers with a problem are returned unchanged."""
-        group: list[Compared] = []
-        num_logits = 0
-        for one in answers:
-            group.append(one)
-            num_logits += one.num_rows * self.new.config.vocab_size
-            if len(group) == self.new.max_batch_size or num_logits > MOST_LOGITS_OF_GROUP:
-                yield from self._compared(group)
-                group, num_logits = [], 0
-        yield from self._compared(group)
+        """The answers in their order, compared. Answers with a problem come back unchanged."""
+        for group in in_groups(answers, self.new, lambda one: one.num_rows if one.problem is None else 0):
+            yield from self._compared(group)
 
     def _compared(self, group: list[Compared]) -> list[Compared]:
         if self.old is not None:
@@ -164,8 +149,8 @@ class Comparison:
             one.is_over = self._until_change and one.has_diverged
 
     def _choices(self, one: Compared, logits: Tensor) -> list[bool]:
-        """True for each old token that the new engine chooses too, after the old tokens before it. If later tokens are
-        not wanted, it ends at the first that the engine does not choose.
+        """True for each old token that the new engine chooses after the old tokens before it. With `until_change` the
+        list ends at the first token that the engine does not choose.
         """
         agreeing: list[bool] = []
         first = one.num_judged
@@ -192,10 +177,7 @@ class Comparison:
         one.place = place
         if token >= 0:
             one.new_token = token
-            ranking = one.sampler.ranking(one.prefix(place), row)
-            temperature = 1.0 if one.sampler.is_greedy else one.request.sampling.temperature
-            gap = float(ranking[token] - ranking[one.output[place]]) * temperature
-            one.gap = gap if math.isfinite(gap) else None
+            one.gap = one.margin(place, row, token, one.output[place])
 
 
 def _keep_logits(group: Seq[Compared], all_logits: Seq[Tensor]) -> None:
@@ -204,26 +186,24 @@ def _keep_logits(group: Seq[Compared], all_logits: Seq[Tensor]) -> None:
 
 
 def _divergences(old: Tensor, new: Tensor) -> list[float]:
-    """Kullback-Leibler divergence at each position, in nats, of logits `new` [rows, vocab] from logits `old`."""
+    """Kullback-Leibler divergence of logits `new` [rows, vocab] from logits `old`, in nats, for each row."""
     old_logs, new_logs = (logits.float().log_softmax(-1) for logits in (old, new))
     found: list[float] = (old_logs.exp() * (old_logs - new_logs)).nan_to_num(0.0).sum(-1).clamp_min(0).tolist()
     return found
 
 
 def generate_new(engine: Engine, diverged: Seq[Compared]) -> None:
-    """Generate the new answers of the answers that have diverged, from their first change on. The old answers serve as
-    drafts.
-    """
+    """Generate the new answers from their first change on, with the old answers as drafts."""
     router = DrafterRouter(None)
     loop = Scheduler(engine, router if engine.max_draft_len else None, times=LoopTimes())
     sequences: dict[int, Compared] = {}
     for number, one in enumerate(diverged):
-        if one.new_token is None:
+        if one.place is None or one.new_token is None:
             continue
         room = engine.config.build_config.max_request_len - len(one.request.prompt_tokens)
         request = replace(one.request, id=number, max_new_tokens=min(one.request.max_new_tokens, room))
         sequence = Sequence.start(request)
-        sequence.tokens = one.start_of_new()
+        sequence.tokens = [*one.prefix(one.place), one.new_token]
         sequence.finish_reason = sequence.reason_to_finish()
         if sequence.finish_reason is not None:
             one.new_output = sequence.output_tokens
@@ -247,22 +227,15 @@ def _finished(loop: Scheduler) -> Generator[Sequence]:
         loop.engine.turns.do_or_leave(loop.release_all)
 
 
-# --- old answers ---
-
 ReadTrace = Callable[[dict[str, Any], str], Trace]
 
 
 def read_old_answers(path: Path, read_trace: ReadTrace) -> Iterator[OldAnswer]:
-    """Answers of a file, line after line: traces, receipts, or a batch's results with token ids or receipts. If
-    something is wrong with a line, its own answer says so. `read_trace` reads a line of traces.
+    """The answers in a file, line after line: traces, receipts, or a batch's results with token ids or receipts. If
+    something is wrong with a line, its own answer says so. `read_trace` reads a trace from a line's JSON object.
     """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield from _read_line(line, f"line {number} of {path}", read_trace)
-    except OSError as error:
-        raise_unreadable(path, error)
+    for line, where in lines_of(path):
+        yield from _read_line(line, where, read_trace)
 
 
 def _read_line(line: bytes, where: str, read_trace: ReadTrace) -> Iterator[OldAnswer]:
@@ -301,7 +274,7 @@ def _answers_in(data: Any, where: str, read_trace: ReadTrace) -> Iterator[OldAns
 
 
 def _choices_with_ids(data: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(prompt, output) token ids of the choices in a batch's result, or in a server's answer, that have ids."""
+    """Token ids (prompt, output) of the choices that have ids, in a batch's result or a server's answer."""
     body = body_of(data)
     for choice in choices_of(body):
         prompt, output = choice.get("prompt_token_ids", body.get("prompt_token_ids")), choice.get("token_ids")

@@ -63,9 +63,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def compile_bounded(text: str) -> None:
-    """Have transformers compile a chat template in this environment, and keep it. Raises jinja's error for a broken
-    template.
-    """
+    """Have transformers compile a template in this environment and keep it. jinja's error for a broken template."""
     utils: Any = import_module("transformers.utils.chat_template_utils")
     with _compiling:
         before = utils.ImmutableSandboxedEnvironment

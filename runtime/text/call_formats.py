@@ -29,9 +29,7 @@ class JsonCall:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """Calls with a name, a mark, and the arguments as JSON, with a text before the name and a text after the
-    arguments.
-    """
+    """Calls with a name, a mark, and arguments as JSON; `before` precedes the name, `after` follows the arguments."""
 
     mark: str
     before: str = ""
@@ -40,9 +38,7 @@ class NamedCall:
 
 @dataclass(frozen=True)
 class TaggedCall:
-    """Calls in which the name and each argument stand between tags. Text arguments are written as they are, other
-    values as JSON.
-    """
+    """Calls with the name and each argument between tags. Text arguments stand as they are, others as JSON."""
 
     name_open: str
     name_close: str
@@ -310,9 +306,7 @@ def loaded(text: str) -> Any:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """JSON of a value written as text: a value of one of `types` if the text is such a value, otherwise a
-    JSON string.
-    """
+    """JSON of a value written as text; a JSON string if the text is no value of these `types`."""
     text = text.strip()
     if text in ("True", "False", "None"):
         text = json.dumps(ast.literal_eval(text))
@@ -338,7 +332,9 @@ def _type_of(value: Any) -> str:
 
 
 def python_calls(text: str, tools: Mapping[str, Tool]) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments in `[name(key=value), …]`; arguments without a key take the schema's keys, in order."""
+    """Names and arguments of the calls in `[name(key=value), …]`; arguments without a key take the schema's keys, in
+    order. Calls that cannot be read, such as those of unknown tools, are left out. Malformed if none is left.
+    """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else []
@@ -346,7 +342,7 @@ def python_calls(text: str, tools: Mapping[str, Tool]) -> list[tuple[str, dict[s
         for call in calls:
             if not isinstance(call, ast.Call):
                 raise Malformed
-            with suppress(ValueError, TypeError, Malformed):  # the others may be calls
+            with suppress(ValueError, TypeError, Malformed):  # other elements may be calls
                 found.append(_python_call(call, tools))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise Malformed from None
@@ -442,7 +438,7 @@ class BareValues:
         return is_next
 
     def _until(self, marks: str) -> str:
-        """Text before a mark, or before the first of several characters."""
+        """Text before the next quote mark, or before the first of the characters in `marks`."""
         ends = [marks] if marks == self._quote else list(marks)
         found = [i for one in ends if (i := self._text.find(one, self._at)) >= 0]
         if not found:

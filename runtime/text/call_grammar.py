@@ -10,14 +10,15 @@ The grammar's text is in llguidance's dialect of Lark.
 
 import json
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from runtime.core.forms import check_schema, parts_of
 from runtime.core.params import MOST_GRAMMAR, grammar_name
 from runtime.text.call_formats import (
+    NO_FORMAT,
     BareCall,
     HarmonyCall,
     JsonCall,
@@ -35,6 +36,7 @@ _META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Style of Python's `json.dumps`, with which templates write calls."""
 _FLEXIBLE = {"whitespace_flexible": True}
+_NO_CALLS = ToolFormat(NO_FORMAT, JsonCall(), ())
 _CLOSED = ("anyOf", "oneOf", "allOf", "$ref", "additionalProperties", "patternProperties", "unevaluatedProperties")
 
 
@@ -60,35 +62,37 @@ class SpecialIds:
 def call_grammar(
     calls: Calls, form: ToolFormat, reasoning: ReasoningFormat | None, special: SpecialIds, *, in_reasoning: bool
 ) -> str | None:
-    """Grammar for an output, applied after its reasoning; None if nothing is constrained."""
+    """Grammar for a whole output: reasoning, if the model writes any, and then calls or text. With `in_reasoning` the
+    prompt has opened the reasoning. None if nothing is constrained.
+    """
     if calls.choice != "required" and form.starts_output and calls.schema is None:
         return None
     writer = _Writer(special, form, is_free=calls.choice == "auto")
-    if calls.choice == "none":
-        is_harmony = isinstance(form.call, HarmonyCall)
-        thought = "" if is_harmony else writer.thought(reasoning, in_reasoning=in_reasoning)
-        return writer.text(writer.harmony(None, calls) if is_harmony else f"{thought} {writer.without_calls()}")
-    sections = writer.section(calls)
+    section = None if calls.choice == "none" else writer.section(calls)
     if isinstance(form.call, HarmonyCall):
-        start = writer.harmony(sections, calls)
+        return writer.text(writer.harmony(section, calls))
+    thought = writer.thought(reasoning, in_reasoning=in_reasoning)
+    if section is None:
+        answer = writer.without_calls()
     elif calls.choice == "required":
-        start = f"{writer.thought(reasoning, in_reasoning=in_reasoning)} {sections.whole}"
+        answer = section.whole
     elif calls.schema is not None:
-        text = writer.json(calls.schema, _STYLE)
-        start = f"{writer.thought(reasoning, in_reasoning=in_reasoning)} ({sections.whole} | {text})"
+        answer = f"({section.whole} | {writer.json(calls.schema, _STYLE)})"
     else:
-        start = f"{writer.thought(reasoning, in_reasoning=in_reasoning)} {writer.around(sections, calls)}"
-    return writer.text(start)
+        answer = writer.around(section, calls)
+    return writer.text(f"{thought} {answer}")
 
 
 def schema_grammar(schema: str, reasoning: ReasoningFormat, special: SpecialIds) -> str:
-    """Grammar for JSON under a schema, applied after reasoning that the prompt has opened."""
-    writer = _Writer(special, None, is_free=False)
+    """Grammar for the rest of a reasoning that the prompt has opened, and JSON under a schema behind it."""
+    writer = _Writer(special, _NO_CALLS, is_free=False)
     return writer.text(f"{writer.thought(reasoning, in_reasoning=True)} {writer.json(json.loads(schema), _STYLE)}")
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """Schema of a tool's arguments: an object without further keys, unless the schema allows them itself."""
+    """Schema of a tool's arguments: an object without further keys, unless the schema has a key such as `anyOf` or
+    `additionalProperties`, which says more.
+    """
     schema = dict(tool.parameters)
     schema.setdefault("type", "object")
     if not any(name in schema for name in _CLOSED):
@@ -99,9 +103,8 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Section:
-    """Rules for the calls of an output: the rule that opens them, the rule for the rest, and the rule for both."""
+    """Rules for the calls of an output: for all that follows the tag that opens them, and for the whole."""
 
-    open: str
     rest: str
     whole: str
 
@@ -109,7 +112,7 @@ class _Section:
 class _Writer:
     """Writes the rules of a grammar."""
 
-    def __init__(self, special: SpecialIds, form: ToolFormat | None, *, is_free: bool) -> None:
+    def __init__(self, special: SpecialIds, form: ToolFormat, *, is_free: bool) -> None:
         self._special, self._form, self._is_free = special, form, is_free
         self._rules: dict[str, str] = {}
         self._num_characters = 0
@@ -122,7 +125,7 @@ class _Writer:
         return "%llguidance {}\n" + "\n".join(f"{name}: {body}" for name, body in rules.items()) + "\n"
 
     def _rule(self, name: str, body: str) -> str:
-        """Add a rule unless it exists; returns its name. A rule `name[lazy]` ends as early as it can."""
+        """Add a rule, or replace it; returns its name. A rule `name[lazy]` ends as early as it can."""
         self._rules[name] = body
         return name.partition("[")[0]
 
@@ -140,9 +143,7 @@ class _Writer:
         return tag in self._special.by_name
 
     def json(self, schema: Any, style: Mapping[str, Any]) -> str:
-        """A rule for JSON under a schema. UsageError for a schema that cannot be used, or that makes the grammar too
-        long.
-        """
+        """A rule for JSON under a schema. UsageError if it cannot be used, or makes the grammar too long."""
         try:
             check_schema(schema)
         except ValueError as error:
@@ -158,7 +159,7 @@ class _Writer:
         return f"%json {text}"
 
     def _others(self, *tags: str) -> str | None:
-        """A rule for any special token that has no rule in the grammar and does not end the output."""
+        """A rule for any special token except `tags` and those that end the output; None if there is no other."""
         used = {self._special.by_name[tag] for tag in tags if self._is_token(tag)} | self._special.end_ids
         ids = sorted(set(self._special.by_name.values()) - used)
         return f"<[{','.join(map(str, ids))}]>" if ids else None
@@ -172,7 +173,7 @@ class _Writer:
         gaps = f"({others} FREE?)*" if others else ""
         return self._rule(name, f"FREE? {gaps} {self.literal(tag)}")
 
-    # What comes before
+    # Text before calls
 
     def thought(self, reasoning: ReasoningFormat | None, *, in_reasoning: bool) -> str:
         if reasoning is None:
@@ -183,7 +184,6 @@ class _Writer:
 
     def around(self, section: _Section, calls: Calls) -> str:
         """A rule for free text with calls: after the tag that opens a call, only a call may follow."""
-        assert self._form is not None
         tag = self._form.begin or self._form.open
         others = self._others(tag)
         if self._is_token(tag):
@@ -201,46 +201,46 @@ class _Writer:
 
     def without_calls(self) -> str:
         """A rule for free text in which the tag that opens a call does not occur."""
-        assert self._form is not None
         tag = self._form.begin or self._form.open
         others = self._others(tag)
         text = self._rule("FREE", "/(?s:.+)/") if self._is_token(tag) else self._uncalled(tag)
         return f"{text}? ({others} {text}?)*" if others else f"{text}?"
 
     def _uncalled(self, tag: str) -> str:
-        """A rule for text without the tag, which consists of ordinary text."""
+        """A rule for text in which the tag, written in ordinary characters, does not occur."""
         return self._rule("UNCALLED", f"/(?s:.+)/ & ~/(?s:.*){_pattern(tag)}(?s:.*)/")
 
     # Calls
 
     def section(self, calls: Calls) -> _Section:
         """The rules for all calls of an output."""
-        assert self._form is not None
         form, call = self._form, self._form.call
         one = self._rule("call", " | ".join(self._call(i, tool) for i, tool in enumerate(calls.tools)))
         if isinstance(call, HarmonyCall):
-            return _Section("", one, one)
-        if (isinstance(call, JsonCall) and call.is_list) or isinstance(call, PythonCalls):
+            return _Section(one, one)
+        if isinstance(call, PythonCalls) or (isinstance(call, JsonCall) and call.is_list):
             more = f'(", " {one})*' if calls.are_parallel else ""
-            rest = f'"[" {one} {more} "]" {self.literal(form.close)}'
+            rest = f'"[" {one} {more} "]"'
             if isinstance(call, PythonCalls):
-                rest = f'"[" {one} {more} "]"'
-                return _Section("", rest, self._rule("calls", rest))
-            return _Section(form.open, self._rule("list", rest), self._rule("calls", f"{self.literal(form.open)} list"))
+                return _Section(rest, self._rule("calls", rest))
+            rest = self._rule("list", f"{rest} {self.literal(form.close)}")
+            return _Section(rest, self._rule("calls", f"{self.literal(form.open)} list"))
         if form.starts_output:
             more = f"({_quoted(form.between)} {one})*" if calls.are_parallel else ""
-            return _Section("", one, self._rule("calls", f"{one} {more}"))
+            return _Section(one, self._rule("calls", f"{one} {more}"))
         rest = self._rule("rest", f"{_quoted(form.space)} {one} {self.literal(form.space + form.close)}")
-        again = self._rule("again", f"{self.literal(form.between + form.open)} {rest}") if calls.are_parallel else ""
-        more = f"{again}*" if again else ""
-        if form.begin:
-            after = f"{self.literal(form.open)} {rest} {more} {self.literal(form.end)}"
-            return _Section(form.begin, after, self._rule("calls", f"{self.literal(form.begin)} {after}"))
+        more = ""
+        if calls.are_parallel:
+            more = self._rule("again", f"{self.literal(form.between + form.open)} {rest}") + "*"
         after = f"{rest} {more}"
-        return _Section(form.open, after, self._rule("calls", f"{self.literal(form.open)} {after}"))
+        if form.begin:
+            after = f"{self.literal(form.open)} {after} {self.literal(form.end)}"
+        return _Section(after, self._rule("calls", f"{self.literal(form.begin or form.open)} {after}"))
 
     def harmony(self, section: _Section | None, calls: Calls) -> str:
-        """Rules for gpt-oss's messages, the last of which is, or may be, a call; with `calls` None there is none."""
+        """A rule for gpt-oss's messages. The last one is a call (`required`), or may be a call (`auto`); without a
+        `section` there are no calls.
+        """
         self._rule("FREE", "/(?s:.+)/")
         kinds = '"analysis"' if calls.choice == "required" else '("analysis" | "commentary")'
         channel, message = self.literal("<|channel|>"), self.literal("<|message|>")
@@ -252,7 +252,6 @@ class _Writer:
         return f"{before} ({section.whole} | {final})" if calls.choice == "auto" else f"{before} {section.whole}"
 
     def _call(self, index: int, tool: Tool) -> str:
-        assert self._form is not None
         name, is_free = tool.name, self._is_free and not tool.is_strict
         match self._form.call:
             case JsonCall(key):
@@ -263,13 +262,14 @@ class _Writer:
                 return f"{self.literal(before)} {_quoted(name)} {self.literal(mark)} {arguments} {self.literal(after)}"
             case TaggedCall() as tags:
                 opening = f"{self.literal(tags.name_open)} {_quoted(name)}"
-                inner = self._tagged(index, tool, tags, is_free=is_free)
+                inner = self._tagged(tool, tags, is_free=is_free)
                 return f"{opening} {inner} {self.literal(tags.end)}"
             case PythonCalls():
-                return f'{_quoted(name + "(")} {self._pairs(index, tool, _python_pair(self))} ")"'
+                return f'{_quoted(name + "(")} {self._pairs(index, tool, self._python_pair)} ")"'
             case BareCall(quote, before):
                 opening = _quoted(before + name + "{")
-                pairs = self._bare_pairs(quote) if is_free else self._pairs(index, tool, _bare_pair(self, quote), ",")
+                pair_of = partial(self._bare_pair, quote)
+                pairs = self._bare_pairs(quote) if is_free else self._pairs(index, tool, pair_of, ",")
                 return f'{opening} {pairs} "}}"'
             case HarmonyCall():
                 arguments = self._arguments(tool, is_free=is_free, style=_FLEXIBLE)
@@ -288,7 +288,7 @@ class _Writer:
 
     # Notations of their own
 
-    def _tagged(self, index: int, tool: Tool, tags: TaggedCall, *, is_free: bool) -> str:
+    def _tagged(self, tool: Tool, tags: TaggedCall, *, is_free: bool) -> str:
         space = tags.value_space
         name_close = tags.name_close if tags.name_close == "\n" else tags.name_close + space
         between = "\n" if not tags.value_space else ""
@@ -318,7 +318,7 @@ class _Writer:
             return f"{self._through('value', tags.value_close)} {_quoted(chr(10))}"
         return self._rule("value[lazy]", f"/(?s:.*){_pattern(tags.value_space + tags.value_close)}\\n/")
 
-    def _pairs(self, index: int, tool: Tool, pair_of: Any, separator: str = ", ") -> str:
+    def _pairs(self, index: int, tool: Tool, pair_of: Callable[[str, Any], str], separator: str = ", ") -> str:
         """A rule for arguments in the order of the schema, with separators between the arguments that are present."""
         rest = {True: "", False: ""}
         for i, (key, schema) in reversed(list(enumerate(tool.properties().items()))):
@@ -334,52 +334,40 @@ class _Writer:
         return rest[True]
 
     def _bare_pairs(self, quote: str) -> str:
-        value = self.bare_value(quote)
-        self._rule("KEY", "/[A-Za-z_][A-Za-z0-9_]*/")
+        value = self._bare_value(quote)
         return self._rule("bare_pairs", f'(KEY ":" {value} ("," KEY ":" {value})*)?')
 
-    def bare_value(self, quote: str) -> str:
+    def _bare_value(self, quote: str) -> str:
         """A rule for any value in the notation without quotes."""
-        text = self.bare_text(quote)
+        text = self._bare_text(quote)
         self._rule("KEY", "/[A-Za-z_][A-Za-z0-9_]*/")
         self._rule("bare_object", '"{" (KEY ":" bare_value ("," KEY ":" bare_value)*)? "}"')
         self._rule("bare_list", '"[" (bare_value ("," bare_value)*)? "]"')
         scalar = self.json({"type": ["number", "boolean", "null"]}, _STYLE)
         return self._rule("bare_value", f"{text} | {scalar} | bare_object | bare_list")
 
-    def bare_text(self, quote: str) -> str:
+    def _bare_text(self, quote: str) -> str:
         return self._rule("bare_text", f"{self.literal(quote)} {self._through('bare_rest', quote)}")
 
-    def quoted_choices(self, choices: Seq[str], quote: str) -> str:
-        return f"{self.literal(quote)} ({' | '.join(map(_quoted, choices))}) {self.literal(quote)}"
-
-
-def _python_pair(writer: _Writer) -> Any:
-    def pair(key: str, schema: Any) -> str:
+    def _python_pair(self, key: str, schema: Any) -> str:
         types = types_of(schema)
-        value = writer.json(schema, _STYLE)
+        value = self.json(schema, _STYLE)
         if types == {"boolean"}:
             value = '("True" | "False")'
         elif types == {"null"}:
             value = '"None"'
         return f"{_quoted(key + '=')} {value}"
 
-    return pair
-
-
-def _bare_pair(writer: _Writer, quote: str) -> Any:
-    def pair(key: str, schema: Any) -> str:
+    def _bare_pair(self, quote: str, key: str, schema: Any) -> str:
         types = types_of(schema)
         if types == {"string"}:
-            choices = _text_choices(schema)
-            value = writer.quoted_choices(choices, quote) if choices else writer.bare_text(quote)
+            choices = " | ".join(map(_quoted, _text_choices(schema)))
+            value = f"{self.literal(quote)} ({choices}) {self.literal(quote)}" if choices else self._bare_text(quote)
         elif types and types <= {"number", "integer", "boolean", "null"}:
-            value = writer.json(schema, _STYLE)
+            value = self.json(schema, _STYLE)
         else:
-            value = writer.bare_value(quote)
+            value = self._bare_value(quote)
         return f"{_quoted(key + ':')} {value}"
-
-    return pair
 
 
 def _with_definitions(schema: Any, tool: Tool) -> dict[str, Any]:

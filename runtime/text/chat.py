@@ -1,6 +1,4 @@
-"""Conversations: messages become a prompt in the form that the model was trained on, by the template of
-its tokenizer.
-"""
+"""Conversations: messages become a prompt, by the chat template of the model's tokenizer."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -28,9 +26,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """Values for a template besides the messages: functions that may be called, documents, and the template's own
-    variables.
-    """
+    """Values for a template besides the messages: functions to call, documents, and its own variables."""
 
     tools: Seq[dict[str, Any]] = ()
     documents: Seq[dict[str, Any]] = ()
@@ -42,8 +38,8 @@ class TemplateInputs:
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for transformers."""
-        given = {"tools": list(self.tools) or None, "documents": list(self.documents) or None}
-        return {**self.variables, **{name: value for name, value in given.items() if value is not None}}
+        given = {"tools": list(self.tools), "documents": list(self.documents)}
+        return {**self.variables, **{name: value for name, value in given.items() if value}}
 
 
 class ChatTemplate:
@@ -63,17 +59,19 @@ class ChatTemplate:
         return self._tokenizer.chat_template
 
     @property
+    def _templates(self) -> dict[str, Any]:
+        return self.source if isinstance(self.source, dict) else {DEFAULT: self.source}
+
+    @property
     def text(self) -> str:
         """The template for conversations; empty if it is not text."""
-        source = self.source.get(DEFAULT) if isinstance(self.source, dict) else self.source
+        source = self._templates.get(DEFAULT)
         return source if isinstance(source, str) else ""
 
     @property
     def tool_text(self) -> str:
-        """The template for conversations with functions: the template named `tool_use` if there is one, otherwise
-        `text`.
-        """
-        source = self.source.get(TOOL_USE) if isinstance(self.source, dict) else None
+        """The template for conversations with functions: the template `tool_use` if there is one, else `text`."""
+        source = self._templates.get(TOOL_USE)
         return source if isinstance(source, str) else self.text
 
     @property
@@ -97,12 +95,6 @@ class ChatTemplate:
         found = getattr(self._tokenizer, "response_template", None)
         return found if isinstance(found, dict) else None
 
-    def _text_for(self, *, with_tools: bool) -> str:
-        """The template that transformers uses for a conversation with or without tools."""
-        if isinstance(self.source, dict):
-            return str(self.source["tool_use" if with_tools and "tool_use" in self.source else DEFAULT])
-        return str(self.source)
-
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """SpecDecError for a variable that transformers sets itself."""
         own = signature(self._tokenizer.apply_chat_template).parameters
@@ -110,9 +102,7 @@ class ChatTemplate:
             raise SpecDecError(f"not a variable of a chat template: {taken[0]}", hint="leave it out")
 
     def encode(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> list[int]:
-        """The conversation's tokens, up to the beginning of the output; SpecDecError if the template refuses the
-        conversation.
-        """
+        """The tokens of the text from `render`."""
         return self.tokens(self.render(messages, inputs))
 
     def tokens(self, text: str) -> list[int]:
@@ -122,8 +112,8 @@ class ChatTemplate:
         return encode_text(self._tokenizer, text)
 
     def render(self, messages: Seq[Message], inputs: "TemplateInputs | None" = None) -> str:
-        """The conversation's text, up to the beginning of the output; SpecDecError if the template refuses the
-        conversation.
+        """The conversation's text, up to the beginning of the output unless `inputs` say otherwise. SpecDecError if the
+        template is broken or refuses the conversation.
         """
         from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 
@@ -137,11 +127,9 @@ class ChatTemplate:
                 hint="give the message a text",
             )
         given = inputs.arguments()
-        _check_default(
-            self.source if isinstance(self.source, dict) else {DEFAULT: self.source}, self._tokenizer.name_or_path
-        )
+        _check_default(self._templates, self._tokenizer.name_or_path)
         try:
-            compile_bounded(self._text_for(with_tools="tools" in given))
+            compile_bounded(self.tool_text if "tools" in given else self.text)
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
                 add_generation_prompt=inputs.begins_answer and not inputs.continues_last,
@@ -155,7 +143,7 @@ class ChatTemplate:
             raise SpecDecError(
                 f"a text of the conversation has half a pair of surrogates: {half!a}", hint="send whole characters"
             ) from None
-        except TemplateSyntaxError as error:  # a filter that there is none of, too
+        except TemplateSyntaxError as error:  # also for a filter that jinja does not have
             _raise_broken(error)
         except UndefinedError as error:
             raise SpecDecError(
@@ -244,7 +232,9 @@ def check_messages(messages: Any, where: str) -> tuple[Message, ...]:
 
 
 def _is_message(message: Any) -> bool:
-    """True for a dict with a role and text, and perhaps calls or a tool's result."""
+    """True for a dict with a role and text, and perhaps calls, reasoning, or the id and name of a call that the text
+    answers. With calls, `content` may be None.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     others = set(message) - {"role", "content"}

@@ -36,14 +36,13 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular, new_file, stamp_of
 from runtime.util.tensor_file import read_header, read_metadata
 
-DAMAGED = "make it again"
-"""Hint for a file that is damaged."""
+_AGAIN = "make it again"
 _CHUNK_BYTES = 2**30
 
 
 class CorpusFile:
-    """A file whose bytes are read at each call. If the file was shortened, fewer bytes are returned. The caller has to
-    check that the file is still the same.
+    """An open file whose bytes are read at each call. If the file was shortened, fewer bytes are returned; so the
+    caller has to call `check_is_the_same`.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -58,11 +57,9 @@ class CorpusFile:
         def read(position: int) -> bytes:
             try:
                 return pread(descriptor, num_bytes, base + 4 * position)
-            except OSError as error:  # also if a row points outside the opened file
+            except OSError as error:  # also if a row of the suffix array points outside the file
                 self.check_is_the_same()
-                raise SpecDecError(
-                    f"the corpus cannot be read ({error.strerror}): {self._path}", hint=DAMAGED, code="damaged_corpus"
-                ) from error
+                raise _damaged(f"the corpus cannot be read ({error.strerror})", self._path) from error
 
         return read
 
@@ -73,7 +70,7 @@ class CorpusFile:
 
     def check_is_the_same(self) -> None:
         if self._stamp.is_written_over(os.fstat(self._descriptor)):
-            raise_replaced(self._path)
+            _raise_replaced(self._path)
 
 
 class Rows(Sequence[int]):
@@ -97,8 +94,12 @@ class Rows(Sequence[int]):
         return int.from_bytes(self._read(row * self._scale), "little", signed=True)
 
 
-def raise_replaced(path: Path) -> NoReturn:
+def _raise_replaced(path: Path) -> NoReturn:
     raise SpecDecError(f"the corpus was written over while it was read: {path}", hint="start again when it is written")
+
+
+def _damaged(problem: str, path: Path) -> SpecDecError:
+    return SpecDecError(f"{problem}: {path}", hint=_AGAIN, code="damaged_corpus")
 
 
 CORPUS_FORMAT_VERSION = 2  # 1: its metadata had no digest
@@ -111,6 +112,7 @@ _MAX_BYTES_COPIED = 256 * 2**20  # takes a quarter of a second to open
 _DTYPES = {"tokens": ("I32",), "suffix_array": ("I32", "I64")}
 _KEY = "specdec_corpus"  # of the file's metadata
 _INFO_DIGEST = "info_digest"
+_CHANGED = "the corpus is damaged, its content has changed"
 
 Array = NDArray[Any]
 
@@ -142,9 +144,7 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class NgramCounts:
-    """The n-grams of one size: the number of different ones, and how many of them occur more than once
-    (`num_repeated`).
-    """
+    """The n-grams of one size: occurrences, different n-grams, and those that occur more than once."""
 
     ngram_size: int
     num_occurrences: int
@@ -168,7 +168,7 @@ class _Run(NamedTuple):
 
 
 class Corpus:
-    """An open corpus. A lookup reads only the bytes it needs."""
+    """An open corpus. A lookup in a file that was not read into memory reads only the bytes that it needs."""
 
     def __init__(self, path: Path, info: CorpusInfo, data: bytes | CorpusFile, offsets: dict[str, Range]) -> None:
         self.path, self.info, self._bytes = path, info, data
@@ -181,29 +181,29 @@ class Corpus:
             self._rows = Rows(data, start, info.num_tokens, row_bytes)
         else:
             self._rows = memoryview(data)[start:end].cast("i" if row_bytes == 4 else "q")
-        # What follows the most frequent n-grams takes longest to find, and is asked for most often.
+        # The runs of the most frequent n-grams take longest to find, and are asked for most often.
         self._runs = lru_cache(_NUM_KEPT)(self._find_runs)
         self._rows_of = lru_cache(None)(self._find_rows)  # as many as there are tokens
 
     @classmethod
     def open(cls, path: Path) -> "Corpus":
         """The corpus in a file. SpecDecError if the file does not exist, is not a corpus, has another format, or has
-        changed since it was written. A file that has not changed since it was last opened is not read completely.
+        changed since it was written. The digest of a file is computed again only if the file has changed.
         """
         with _open_file(path) as file:
             stamp = stamp_of(os.fstat(file.fileno()))
             info, offsets = _read_info(file, path)
             if file_digest(path, _content_ranges(offsets)) != info.content_digest:
-                _raise_changed(path)
+                raise _damaged(_CHANGED, path)
             data: bytes | CorpusFile = CorpusFile(path, file)
             num_bytes = max(end for _, end in offsets.values())
             if isinstance(data, CorpusFile) and num_bytes <= _MAX_BYTES_COPIED:
                 data = data.read(0, num_bytes)
                 if len(data) < num_bytes:  # it is shorter by now
-                    raise_replaced(path)
+                    _raise_replaced(path)
             corpus = cls(path, info, data, offsets)
             if stamp_of(path.stat()) != stamp:
-                raise_replaced(path)
+                _raise_replaced(path)
             return corpus
 
     @classmethod
@@ -226,7 +226,7 @@ class Corpus:
     def check_content(self) -> None:
         """SpecDecError unless every byte is as it was written. It always reads the whole file."""
         if read_digest(self.path, _content_ranges(self._offsets)) != self.info.content_digest:
-            _raise_changed(self.path)
+            raise _damaged(_CHANGED, self.path)
 
     def documents(self) -> list[Array]:
         """The token ids of each document."""
@@ -252,14 +252,13 @@ class Corpus:
         """The occurrences, with a token behind them, of the longest suffix of `tail` that has `min_size` to `max_size`
         tokens; None if no such suffix occurs.
 
-        If an n-gram occurs its suffixes occur too, so the size is found by bisection. SpecDecError if the file has
-        changed.
+        If an n-gram occurs, its suffixes occur too, so the size is found by bisection. SpecDecError as from
+        `check_is_the_same`.
         """
         encoded = _encode(tail[-max_size:])
-        longest = len(encoded) // _TOKEN_BYTES
         found: tuple[int, int] | None = None
-        low, high = min_size, longest
-        size = longest
+        low, high = min_size, len(encoded) // _TOKEN_BYTES
+        size = high
         while low <= high:
             start = self._first_row(encoded, size)
             if start is None:
@@ -271,7 +270,7 @@ class Corpus:
         if found is not None:
             size, start = found
             match = Match(size, start, self._end_row(encoded[-_TOKEN_BYTES * size :], start))
-        self.check_is_the_same()  # now: the bytes read before came from the opened file
+        self.check_is_the_same()  # afterwards, so that it covers all bytes that were read
         return match
 
     def continuation(self, match: Match, max_len: int) -> list[Continuation]:
@@ -287,8 +286,7 @@ class Corpus:
             match = self._without_ends(match._replace(ngram_size=match.ngram_size + len(common)))
             if len(found) == max_len or not match.num_occurrences:
                 break
-            runs = self._runs(match)
-            if not runs:
+            if not (runs := self._runs(match)):
                 break
             best = runs[0]
             found.append(Continuation(best.token, best.end - best.start))
@@ -326,12 +324,10 @@ class Corpus:
         return match._replace(end=bisect_left(self._rows, _CLOSING, match.start, match.end, key=read))
 
     def _common_tokens(self, match: Match, max_len: int) -> list[int]:
-        """Tokens with which all continuations begin: rows are sorted, so comparing the first and the last row
-        suffices.
-        """
+        """Tokens with which all continuations begin: those that the first and the last of the sorted rows share."""
         read = self._reader(_TOKEN_BYTES * max_len, match.ngram_size)
         first, last = (_decode(read(self._rows[row])) for row in (match.start, match.end - 1))
-        common = list(takewhile(lambda pair: pair[0] == pair[1] >= 0, zip(first, last, strict=False)))
+        common = takewhile(lambda pair: pair[0] == pair[1] >= 0, zip(first, last, strict=False))
         return [token for token, _ in common]
 
     def _find_runs(self, match: Match) -> list[_Run]:
@@ -366,8 +362,8 @@ class Corpus:
         start, end = self._offsets[name]
         data = self._bytes.read(start, end) if isinstance(self._bytes, CorpusFile) else self._bytes[start:end]
         self.check_is_the_same()
-        num_values = self.info.num_tokens + (self.info.num_documents if name == "tokens" else 0)
-        return np.frombuffer(data, dtype=f"<i{(end - start) // num_values}")
+        row_bytes = (end - start) // self.info.num_tokens if name == "suffix_array" else _TOKEN_BYTES
+        return np.frombuffer(data, dtype=f"<i{row_bytes}")
 
 
 def write_corpus(
@@ -478,30 +474,25 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
         header = read_header(file)
     except SafetensorError as error:
         whole = "the corpus is damaged or cut off" if is_corpus(path) else "this is not a corpus"
-        raise SpecDecError(f"{whole} ({error}): {path}", hint=DAMAGED, code="damaged_corpus") from None
+        raise _damaged(f"{whole} ({error})", path) from None
     if _KEY not in header.metadata:
         raise SpecDecError(f"this is not a corpus: {path}", hint="make a corpus from texts or traces", code="no_corpus")
     try:
         record = json.loads(header.metadata[_KEY])
         info = parse(CorpusInfo, record, str(path))
     except (ValueError, RecursionError) as error:
-        raise SpecDecError(f"the corpus is damaged ({error}): {path}", hint=DAMAGED, code="damaged_corpus") from None
+        raise _damaged(f"the corpus is damaged ({error})", path) from None
     except SpecDecError as error:
-        raise SpecDecError(error.message, hint=DAMAGED, code="damaged_corpus") from None
+        raise SpecDecError(error.message, hint=_AGAIN, code="damaged_corpus") from None
     if info.info_digest != document_digest(record, _INFO_DIGEST):
-        raise SpecDecError(
-            f"the corpus is damaged, its metadata has changed: {path}", hint=DAMAGED, code="damaged_corpus"
-        )
+        raise _damaged("the corpus is damaged, its metadata has changed", path)
     offsets = {}
     lengths = {"tokens": info.num_tokens + info.num_documents, "suffix_array": info.num_tokens}
     for name, dtypes in _DTYPES.items():
         tensor = header.tensors.get(name)
         if tensor is None or tensor.dtype not in dtypes or tensor.shape != (lengths[name],) or not info.num_tokens:
-            raise SpecDecError(
-                f"the corpus is damaged, `{name}` is missing or has another size than its metadata says: {path}",
-                hint=DAMAGED,
-                code="damaged_corpus",
-            )
+            problem = f"the corpus is damaged, `{name}` is missing or has another size than its metadata says"
+            raise _damaged(problem, path)
         offsets[name] = (tensor.start, tensor.end)
     return info, offsets
 
@@ -509,10 +500,6 @@ def _read_info(file: BinaryIO, path: Path) -> tuple[CorpusInfo, dict[str, Range]
 def _content_ranges(offsets: dict[str, Range]) -> list[Range]:
     """Byte ranges covered by `content_digest`."""
     return [offsets["tokens"], offsets["suffix_array"]]
-
-
-def _raise_changed(path: Path) -> NoReturn:
-    raise SpecDecError(f"the corpus is damaged, its content has changed: {path}", hint=DAMAGED, code="damaged_corpus")
 
 
 def _content_digest(tokens: Array, rows: Array) -> str:

@@ -77,9 +77,7 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """Description of outputs: the formats, and the `tools` that may be called. Without tools, no calls are
-    looked for.
-    """
+    """Formats of outputs, and the `tools` that may be called. Without tools, no calls are looked for."""
 
     calls: ToolFormat | None
     reasoning: ReasoningFormat | None
@@ -98,11 +96,8 @@ class OutputForm:
         return self.reasoning is None and not self.tools and not is_harmony
 
     def is_in_reasoning(self, prompt: str) -> bool:
-        """True if this prompt, or its end, has opened reasoning and not closed it. The text includes special tokens."""
-        if self.reasoning is None:
-            return False
-        opened, closed = prompt.rfind(self.reasoning.open.strip()), prompt.rfind(self.reasoning.close)
-        return opened > closed and not prompt[opened + len(self.reasoning.open.strip()) :].strip()
+        """True if this text ends with the tag that opens reasoning. Special tokens are in it by name."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.open.strip())
 
 
 HARMONY_MARKS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>", "<|return|>")
@@ -171,32 +166,23 @@ class OutputParser:
         return self._advance()
 
     def end(self, *, is_cut: bool = False) -> list[Said]:
-        """Report the text that was held back, since no more output comes. `is_cut` is True if the output ended for lack
-        of room.
-
-        Nothing is reported of a call that was cut off before its name was complete.
-        """
+        """Report as `Parser.end` says; nothing of a call that was cut off before its name was complete."""
         self._is_whole, self._is_cut = True, is_cut
         return self._advance()
 
     def _advance(self) -> list[Said]:
         next(self._steps, None)
-        said, self._said = self._said, []
+        said, self._said = joined(self._said), []
         return said
 
-    # What is told
+    # Reports
 
     def _say(self, kind: Literal["content", "reasoning", "call", "arguments"], text: str) -> None:
         if text or kind == "call":
-            text = self._special.named(text)
-            if self._said and self._said[-1].kind == kind != "call":
-                text = self._said.pop().text + text
-            self._said.append(Said(kind, text))
+            self._said.append(Said(kind, self._special.named(text)))
 
     def _say_content(self, text: str) -> None:
-        """Report content. White space is held back until the next text: around calls and after reasoning it is
-        dropped.
-        """
+        """Report content. White space waits for the next text: around calls and after reasoning it is dropped."""
         text = self._space + text
         if self._drops_space:
             text = text.lstrip(SPACE)
@@ -208,6 +194,11 @@ class OutputParser:
 
     def _drop_space(self) -> None:
         self._space, self._drops_space = "", True
+
+    def _begin_reasoning(self) -> None:
+        if self._has_reasoned:
+            self._say_reasoning("\n")
+        self._has_reasoned = True
 
     def _say_reasoning(self, text: str) -> None:
         self._say("reasoning", text)
@@ -224,7 +215,7 @@ class OutputParser:
         self._num_calls += 1
         self._say("call", name)
 
-    # What is read
+    # Reading
 
     def _more(self) -> Generator[None, None, bool]:
         """Wait for more output; False if no more comes."""
@@ -234,9 +225,7 @@ class OutputParser:
         return True
 
     def _until(self, tags: tuple[str, ...], say: Say) -> Generator[None, None, str | None]:
-        """Report the text before the first of `tags`, and consume that tag; returns the tag, or None if
-        no tag comes.
-        """
+        """Report the text up to the first of `tags`, which is consumed and returned; None if no tag comes."""
         tags = tuple(tag for tag in tags if tag)
         while True:
             found = [(i, -len(tag), tag) for tag in tags if (i := self._text.find(tag, self._at)) >= 0]
@@ -249,7 +238,7 @@ class OutputParser:
             say(self._text[self._at : end])
             self._at = end
             if not (yield from self._more()):
-                if not (self._is_cut and self._num_calls):  # or it is the beginning of a further call's tag
+                if not (self._is_cut and self._num_calls):  # else the rest begins the tag of a further call
                     say(self._text[self._at :])
                 self._at = len(self._text)
                 return None
@@ -296,7 +285,7 @@ class OutputParser:
             if not text.startswith(rest):
                 return False
             if not (yield from self._more()):
-                self._at = len(self._text) if self._is_cut else self._at  # a tag that was cut off
+                self._at = len(self._text) if self._is_cut else self._at  # the rest is a tag that was cut off
                 return False
 
     def _expect(self, text: str) -> Reading:
@@ -331,9 +320,7 @@ class OutputParser:
 
     def _read_reasoning(self) -> Reading:
         assert self._form.reasoning is not None
-        if self._has_reasoned:
-            self._say_reasoning("\n")
-        self._has_reasoned = True
+        self._begin_reasoning()
         yield from self._peek()
         yield from self._until((self._special.marked(self._form.reasoning.close),), _Trimmed(self._say_reasoning).add)
         self._drop_space()
@@ -342,8 +329,7 @@ class OutputParser:
         """Read calls without an opening tag, if the output begins with a call."""
         self._raw = self._at
         first = yield from self._peek()
-        is_call = first == ("[" if isinstance(calls.call, PythonCalls) else "{")
-        if is_call:
+        if first == ("[" if isinstance(calls.call, PythonCalls) else "{"):
             yield from self._try(self._read_list(calls))
         else:
             self._at, self._raw = self._raw, None
@@ -461,9 +447,7 @@ class OutputParser:
             self._say_arguments("{}")
 
     def _read_arguments(self, say: Say | None) -> Generator[None, None, str]:
-        """Read an object and report it unchanged. A JSON string counts as the object that it contains, and null as an
-        empty object.
-        """
+        """Read an object, or a JSON string that contains one, and report it; null is reported as `{}`."""
         parts: list[str] = []
         first = yield from self._peek()
         yield from self._read_json(say if say is not None and first == "{" else parts.append)
@@ -477,8 +461,8 @@ class OutputParser:
         return text
 
     def _read_string(self) -> Generator[None, None, str]:
-        if (yield from self._peek()) != '"':
-            raise _Unfinished if self._is_whole and self._at >= len(self._text) else Malformed
+        yield from self._expect('"')
+        self._at -= 1
         parts: list[str] = []
         yield from self._read_json(parts.append)
         found = loaded("".join(parts))
@@ -593,7 +577,7 @@ class OutputParser:
             raise _Unfinished
         self._say_arguments('"')
 
-    # Calls in notations of their own, told when they are whole
+    # Calls in notations of their own, reported when they are complete
 
     def _read_python(self) -> Reading:
         parts: list[str] = []
@@ -640,9 +624,7 @@ class OutputParser:
             self._begin_call(recipient[1].removeprefix("functions."))
             return self._say_arguments
         if recipient is not None or "<|channel|>analysis" in words:
-            if self._has_reasoned:
-                self._say_reasoning("\n")
-            self._has_reasoned = True
+            self._begin_reasoning()
             return self._say_reasoning
         return lambda text: self._say("content", text)
 
@@ -665,7 +647,7 @@ class _Trimmed:
 
 
 class _Framed:
-    """Reports a text without one line break at its start and one at its end."""
+    """Reports a text without one `frame`, such as a line break, at its start and one at its end."""
 
     def __init__(self, say: Say, frame: str) -> None:
         self._say, self._frame, self._held, self._has_begun = say, frame, "", not frame

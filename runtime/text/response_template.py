@@ -32,9 +32,7 @@ class TemplateParser:
         """Text that was read and not reported yet, tags included."""
 
     def feed(self, text: str) -> list[Said]:
-        """The parts that are known by now. The parser gets the text character by character, so that the parts do not
-        depend on how it is split.
-        """
+        """The parts that are known by now. They do not depend on how the text is split: it is read by characters."""
         said: list[Said] = []
         for character in self._special.named(text):
             self._untold += character
@@ -48,9 +46,7 @@ class TemplateParser:
         return self._said(lambda: self._parser.finalize()[1])
 
     def _said(self, read: Callable[[], Any]) -> list[Said]:
-        """The parts that transformers' parser reads. If it fails, everything not yet reported, and all that follows, is
-        content.
-        """
+        """The parts that transformers' parser reads. Once it has failed, all text not yet reported is content."""
         events = []
         if not self._has_failed:
             try:

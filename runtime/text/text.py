@@ -46,20 +46,21 @@ _MISTRALS = {"mistral", "mistral3", "ministral", "pixtral", "voxtral"}
 def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) -> Tokenizer:
     """transformers' tokenizer for a directory or a GGUF file; SpecDecError if there is none.
 
-    Prompts are cut at the front. Without the model's configuration, the tokenizer's own files have to name its class.
+    Long prompts are truncated at the front. Without the model's configuration, the tokenizer's own files have to name
+    its class.
     """
     from transformers import AutoTokenizer
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     directory = resolve_tokenizer(directory)
+    made: Any = None
     if is_gguf(directory):
         from runtime.checkpoint.gguf.tokenizer import make_gguf_tokenizer
 
         made = make_gguf_tokenizer(directory)
-        made.truncation_side = "left"
-        return cast(Tokenizer, made)
-    if is_tekken_alone(directory):
+    elif is_tekken_alone(directory):
         made = make_tekken_tokenizer(directory, templates_as_one(chat_templates(directory)))
+    if made is not None:
         made.truncation_side = "left"
         return cast(Tokenizer, made)
     if pretrained_config is not None and (model_type := pretrained_config["model_type"]) not in CONFIG_MAPPING:
@@ -82,7 +83,7 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
         refuse_sentencepiece(directory)
         reason = " ".join(str(error).split())
         file = directory / "tokenizer.json"
-        raise SpecDecError(  # the `tokenizers` package's own is of no kind, and of this file
+        raise SpecDecError(  # the package `tokenizers` raises a plain Exception, about this file
             f"no usable tokenizer in: {file if type(error) is Exception and file.is_file() else directory}",
             hint=f"name another; transformers said: {reason}",
             code="bad_tokenizer",
@@ -91,14 +92,14 @@ def load_tokenizer(directory: Path, pretrained_config: dict[str, Any] | None) ->
     if pretrained_config is not None and pretrained_config["model_type"] in _MISTRALS:
         _warn_of_first_pattern(tokenizer, directory)
     if isinstance(backend := getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
-        backend.no_truncation()  # as the first call would, while other threads encode
+        backend.no_truncation()  # the first call would do both, perhaps while other threads encode
         backend.no_padding()
     return cast(Tokenizer, tokenizer)
 
 
 def _warn_of_first_pattern(tokenizer: Any, directory: Path) -> None:
-    """Warn if transformers splits words by the faulty pattern of Mistral's first tokenizer files. In a directory that
-    specdec wrote, transformers would take every model for a Mistral.
+    """Warn if transformers splits words by the faulty pattern of Mistral's first tokenizer files. Call it for Mistral's
+    models only: in a directory that specdec wrote, transformers takes every model for a Mistral.
     """
     if getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", None) is False:
         warnings.warn(
@@ -182,9 +183,7 @@ def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer |
 
 
 def _letters_kept(tokenizer: Tokenizer) -> bool:
-    """True if decoding the tokens of a plain text gives back its letters and digits; changes of case and spaces do not
-    count.
-    """
+    """True if decoding the tokens of a plain text gives back its letters and digits, whatever their case."""
     try:
         text = str(tokenizer.decode(encode_text(tokenizer, _PLAIN), skip_special_tokens=True))
     except SpecDecError:
@@ -216,9 +215,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer in an engine's directory, opened without transformers if it was saved for that; None if there is
-    none.
-    """
+    """The engine's tokenizer, opened without transformers if it was saved for that; None if there is none."""
     if saved := find_saved_tokenizer(directory):
         return saved
     if any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
@@ -227,7 +224,9 @@ def find_tokenizer(directory: Path, pretrained_config: dict[str, Any]) -> Tokeni
 
 
 def tokenizer_of_engine(bundle: Bundle) -> Tokenizer | None:
-    """The engine's own tokenizer; None if it has none. SpecDecError if it has changed since the engine was built."""
+    """The engine's own tokenizer; None if it has none, and with a warning if it cannot be read. SpecDecError if its
+    files have changed since the engine was built.
+    """
     check_tokenizer_files(bundle)
     return _readable_tokenizer(bundle.directory, bundle.config.pretrained_config, Path(bundle.given))
 
@@ -251,9 +250,7 @@ def cache_tokenizer(directory: Path, pretrained_config: dict[str, Any], final_di
 
 
 def _readable_tokenizer(directory: Path, pretrained_config: dict[str, Any], named: Path) -> Tokenizer | None:
-    """The tokenizer that `find_tokenizer` finds; None, with a warning, if it cannot be read: prompts of token ids need
-    none.
-    """
+    """The tokenizer from `find_tokenizer`; None, with a warning, if it cannot be read: ids need none."""
     try:
         return find_tokenizer(directory, pretrained_config)
     except SpecDecError as error:
@@ -296,7 +293,7 @@ def encode(
     prompt: str | Seq[int], tokenizer: Tokenizer | None, max_length: int | None = None
 ) -> tuple[list[int], bool]:
     """The tokens of a prompt given as text or ids, and whether only its last `max_length` were kept. UsageError for any
-    other kind of prompt, and for text that cannot be written as UTF-8.
+    other kind of prompt, and for text that cannot be written as UTF-8; SpecDecError for text without a tokenizer.
     """
     if not isinstance(prompt, str):
         _check_ids(prompt)
@@ -352,9 +349,7 @@ def text_or_ids(tokenizer: Tokenizer | None, tokens: Seq[int], before: Seq[int] 
 
 @dataclass(frozen=True)
 class StopWords:
-    """Ends an output at a stop word, however the text is divided into tokens. Implements
-    `runtime.core.request.StopCheck`.
-    """
+    """Ends an output at a stop word, however its text is divided into tokens (a `StopCheck` of requests)."""
 
     words: tuple[str, ...]
     tokenizer: Tokenizer
@@ -425,9 +420,7 @@ class TextStream:
 
     @classmethod
     def of_request(cls, tokenizer: Tokenizer, request: Request, shown: Mapping[int, str] | None = None) -> "TextStream":
-        """Stream for a request's output; special tokens are shown if the request wants that, or if they are in
-        `shown`.
-        """
+        """Stream for a request's output. Special tokens in `shown` are shown, and all that the request wants."""
         own: dict[int, str] = {}
         if request.shows_special_tokens:
             hidden = frozenset() if request.shows_stop else request.end_ids
@@ -437,8 +430,8 @@ class TextStream:
 
     @property
     def num_begun(self) -> int:
-        """Number of tokens whose text is shown at least in part; at the end all, except tokens that a stop word cut
-        off.
+        """Number of tokens whose text was shown at least in part. Once the output has ended it is the number of all
+        tokens, except those that a stop word cut off.
         """
         if self._is_whole and not self._is_cut:
             return len(self.starts)
@@ -474,7 +467,7 @@ class TextStream:
 
     @property
     def _unstopped(self) -> int:
-        """Number of characters held back that belong to tokens in which no stop word ends."""
+        """Number of characters held back that belong to the first `min_tokens` tokens, in which no stop word ends."""
         least = self.stop_words.min_tokens if self.stop_words else 0
         if not least:
             return 0

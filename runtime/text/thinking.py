@@ -18,7 +18,7 @@ _PROMPT_END = 64
 
 
 def prompt_end(tokenizer: Tokenizer, prompt: Seq[int]) -> str:
-    """The end of a prompt, with its special tokens, in which the output may have been begun."""
+    """Text of a prompt's last tokens, with special tokens: the prompt may have opened the output's reasoning there."""
     tail = list(prompt[-_PROMPT_END:])
     return str(tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 

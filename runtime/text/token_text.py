@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 
 from runtime.checkpoint.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8 decode to
-_MAX_PENDING = 3  # bytes of an unfinished character
-_CONTEXT = 16  # tokens that others are decoded after, where tokens do not stand for bytes
+REPLACEMENT = "\ufffd"  # the text of bytes that are not UTF-8
+_MAX_PENDING = 3  # most bytes of an unfinished character
+_CONTEXT = 16  # number of tokens before a token with which it is decoded, where tokens do not stand for bytes
 _SPACE = "▁"
 
 
@@ -49,9 +49,7 @@ def special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 class TokenBytes:
-    """The bytes of each token, empty for a special token. With `drops_space` a leading space of the whole text is
-    dropped.
-    """
+    """The bytes of each token, none for a special token. `drops_space`: the whole text loses a leading space."""
 
     def __init__(self, tokenizer: Tokenizer, bytes_of: Callable[[str], bytes], *, drops_space: bool) -> None:
         self.drops_space = drops_space
@@ -78,9 +76,7 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
 
 
 def _token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
-    """The tokens' bytes, by the steps of the tokenizer's decoder: GPT-2's alphabet of bytes, or SentencePiece's spaces
-    and byte tokens.
-    """
+    """The tokens' bytes, if the decoder's steps are those of GPT-2's byte alphabet or of SentencePiece."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if decoder is None:
         return None
@@ -103,18 +99,14 @@ _STRIPS_ONE: dict[str, Any] = {"type": "Strip", "content": " ", "start": 1, "sto
 
 @cache
 def _alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: the byte's own character if it is printable, otherwise the next
-    from U+0100 on.
-    """
+    """GPT-2's character of each byte: its own if printable, otherwise the next from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _byte_level(token: str) -> bytes:
-    """Bytes of a token written in GPT-2's alphabet. An added token that is not in that alphabet stands for its own
-    text.
-    """
+    """Bytes of a token in GPT-2's alphabet; an added token with other characters stands for its own text."""
     alphabet = _alphabet()
     found = [alphabet.get(character) for character in token]
     return bytes(one for one in found if one is not None) if None not in found else token.encode()
@@ -125,7 +117,7 @@ def _sentence_piece(token: str) -> bytes:
 
 
 def _byte_fallback(token: str) -> bytes:
-    """The byte of a token such as `<0xE4>`."""
+    """The byte of a token such as `<0xE4>`; the bytes of any other token as in SentencePiece."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes.fromhex(token[3:5])
@@ -159,9 +151,7 @@ class _OfBytes:
         return self._own(self._decoder.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
-        """The text of these tokens alone. A U+FFFD for a character that began before them and was never completed is
-        left out.
-        """
+        """The text of these tokens alone, without the U+FFFD of a character that began before them."""
         if text:
             text, self._shown_before = text.removeprefix(self._shown_before), ""
         return text

@@ -47,7 +47,7 @@ def check_category(row: dict[str, object], where: str) -> str | None:
 
 
 def check_ids(values: object, where: str) -> tuple[int, ...]:
-    """`values` if they are token ids, at least one. Raises SpecDecError, naming `where`, otherwise."""
+    """`values` as a tuple if they are token ids, at least one. Raises SpecDecError, naming `where`, otherwise."""
     if not isinstance(values, list):
         raise SpecDecError(f"{where} is not a list: {shown(values)}", hint="give a list of token ids")
     if not values:
@@ -101,10 +101,13 @@ def _check_is_ones_own(row: dict[str, object], where: str) -> None:
             )
 
 
-def check_one_form(row: dict[str, object], name: str, where: str) -> None:
-    """SpecDecError unless a line has either the text under `name` or the ids under `name`_ids."""
+def check_part(row: dict[str, object], name: str, where: str) -> str | tuple[int, ...]:
+    """The text under `name`, or the ids under `name`_ids; SpecDecError unless the line has just one of them."""
     if (name in row) == (f"{name}_ids" in row):
         raise SpecDecError(f"{where} needs either `{name}` or `{name}_ids`, it has: {shown(sorted(row))}", hint=_FORM)
+    if name in row:
+        return check_text(row[name], f"`{name}` on {where}")
+    return check_ids(row[f"{name}_ids"], f"`{name}_ids` on {where}")
 
 
 def is_like_traces(path: Path) -> bool:
@@ -118,19 +121,13 @@ def is_like_traces(path: Path) -> bool:
 
 
 def check_trace_lines(path: Path) -> tuple[int, int]:
-    """The number of traces in a file, and the number of those with a digest; SpecDecError names the line of an invalid
-    trace.
-    """
+    """The numbers of traces, and of those with a digest. SpecDecError names the line of an invalid trace."""
     num_lines = num_with_digest = 0
     for number, row in read_json_lines(read_utf8(path), path):
         where = f"line {number} of {path}"
         num_lines += 1
         num_with_digest += check_digest(row, where)
         for name in ("prompt", "output"):
-            check_one_form(row, name, where)
-            if name in row:
-                check_text(row[name], f"`{name}` on {where}")
-            else:
-                check_ids(row[f"{name}_ids"], f"`{name}_ids` on {where}")
+            check_part(row, name, where)
         check_category(row, f"`category` on {where}")
     return num_lines, num_with_digest

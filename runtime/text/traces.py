@@ -13,15 +13,7 @@ from pathlib import Path
 from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.core.request import Sequence
 from runtime.text.text import encode, encode_text
-from runtime.text.trace_lines import (
-    Trace,
-    check_category,
-    check_digest,
-    check_ids,
-    check_one_form,
-    check_text,
-    line_digest,
-)
+from runtime.text.trace_lines import Trace, check_category, check_digest, check_part, line_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import write_file
 from runtime.util.reading import read_json_lines, read_utf8, shown
@@ -62,16 +54,15 @@ def _read_tokens(
     row: dict[str, object], name: str, where: str, tokenizer: Tokenizer | None, vocab_size: int | None
 ) -> tuple[int, ...]:
     """The ids under `name`_ids, or the tokens of the text under `name`."""
-    check_one_form(row, name, where)
-    if name in row:
-        return _encode(check_text(row[name], f"`{name}` on {where}"), name, where, tokenizer)
-    ids = check_ids(row[f"{name}_ids"], f"`{name}_ids` on {where}")
-    if vocab_size is not None and max(ids) >= vocab_size:
+    part = check_part(row, name, where)
+    if isinstance(part, str):
+        return _encode(part, name, where, tokenizer)
+    if vocab_size is not None and max(part) >= vocab_size:
         raise SpecDecError(
-            f"`{name}_ids` on {where} has an id outside the vocabulary of {vocab_size}: {max(ids)}",
+            f"`{name}_ids` on {where} has an id outside the vocabulary of {vocab_size}: {max(part)}",
             hint="traces and tokenizer must belong together",
         )
-    return ids
+    return part
 
 
 def _encode(text: str, name: str, where: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Directories of EAGLE-3 heads: of a new head for a target, and of a trained head, in the form of `speculators`, which
-vLLM reads too.
+"""Directories of heads: EAGLE-3 heads, new or trained, in the form of `speculators`, which vLLM reads too; and trained
+MTP heads, in the form of their model.
 """
 
 from collections.abc import Sequence as Seq
@@ -24,9 +24,7 @@ _OTHERS = ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scalin
 _QWENS = ("qwen3", "qwen3_moe")
 _INITIAL_STD = 0.02
 _NORMS = {"input_layernorm.weight": "hidden_norm.weight"}
-"""Norms of the target's layer that have another name in a head's layer, whose own `input_layernorm` is for the
-embedding.
-"""
+"""A head's name for a norm of the target's layer: its own `input_layernorm` is for the embedding."""
 _NOT_OF_LAYERS = (
     "draft_vocab_size",
     "eagle_config",
@@ -38,16 +36,14 @@ _NOT_OF_LAYERS = (
 
 
 def read_states_of(num_layers: int) -> tuple[int, ...]:
-    """The hidden states that a new head reads: EAGLE-3's usual three, or three different ones of a target with few
-    layers.
-    """
+    """The hidden states that a new head reads: EAGLE-3's usual three, or up to three of fewer than 9 layers."""
     if num_layers < 9:
         return tuple(sorted({min(1, max(num_layers - 2, 0)), num_layers // 2, num_layers - 1}))
     return 2, num_layers // 2, num_layers - 3
 
 
 def new_head_config(target: dict[str, Any], directory: Path, draft_vocab_size: int) -> HeadConfig:
-    """Config of a head with a layer of the target's sizes; `target` is its `pretrained_config`."""
+    """Config of a head with one layer like the target's; SpecDecError if the target's config lacks a size."""
     inner = target.get("text_config")
     target = inner if isinstance(inner, dict) else target
     layers = {key: target[key] for key in (*_SIZES, *_OTHERS) if target.get(key) is not None}
@@ -70,15 +66,15 @@ class TargetWeights:
 
     output_layer: Tensor  # (vocab, hidden)
     norm: Tensor | None
-    """Weight of the target's last norm, if the norm multiplies by it."""
+    """Weight of the target's last norm; None if the norm does not multiply by it."""
     layer: dict[str, Tensor]
-    """Weights of the layer whose input is the last of the hidden states, by their names in the layer."""
+    """Weights of the layer that reads the last of the head's hidden states, by their names in the layer."""
 
 
 def new_tensors(config: HeadConfig, ids: Seq[int], target: TargetWeights, seed: int) -> dict[str, Tensor]:
-    """Initial weights: the last hidden state is passed on unchanged, the layer is a copy of the target's, and other
-    weights are small random numbers. The first layer's input has two halves; the target's weights read the half with
-    the hidden state.
+    """Initial weights: the last hidden state is passed on with a little noise, the layer, the last norm and the output
+    layer are the target's where shapes allow, other norms are 1, and all else is small random numbers. The layer's
+    input has two halves, and the target's weights read the half with the hidden state.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -102,9 +98,7 @@ def new_tensors(config: HeadConfig, ids: Seq[int], target: TargetWeights, seed: 
 
 
 def _id_tables(ids: Seq[int], vocab_size: int) -> dict[str, Tensor]:
-    """`d2t`, the difference of each of the head's ids from the target's, and `t2d`, which is True for the target's ids
-    that the head has.
-    """
+    """`d2t` [draft vocab], the target's id less the head's id, and `t2d` [vocab], True for ids that the head has."""
     own = torch.tensor(ids)
     return {
         "d2t": own - torch.arange(len(ids)),
@@ -113,7 +107,7 @@ def _id_tables(ids: Seq[int], vocab_size: int) -> dict[str, Tensor]:
 
 
 def with_vocabulary(head: EagleHead, ids: Seq[int]) -> EagleHead:
-    """The head with only these ids of its vocabulary, and so with fewer rows in its output layer."""
+    """The head itself, changed to draft only these of its ids; its output layer keeps their rows."""
     own, size = torch.tensor(ids), len(ids)
     rows = own if head.draft_ids is None else rows_by_id(head.draft_ids, head.config.vocab_size)[own]
     head.lm_head.weight = torch.nn.Parameter(head.lm_head.weight[rows].detach().clone())
@@ -137,12 +131,12 @@ def tensors_of(head: EagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def write_mtp(directory: Path, head: MtpHead | ChainedMtp, dtype: torch.dtype) -> None:
-    """Write a trained MTP head as in its model's files, together with the layers that it shares with the model, so that
-    it can draft from this directory. Nothing is quantized, and the config says so.
+    """Write a trained MTP head as its model's files have it, with the layers that it shares with the model, so that it
+    can draft from this directory. Nothing is quantized, and the config says so.
     """
     learned = tensors_of_mtp(head, dtype)
     whole = kept_tensors_of_mtp(head.config, learned, dtype)
-    # Of a layer's experts each is a part of one tensor, which safetensors does not write.
+    # A layer's experts are parts of one tensor, which safetensors does not write.
     whole |= {name: one.clone(memory_format=torch.contiguous_format) for name, one in learned.items()}
     write_json(directory / "config.json", without_quantization(read_json(head.config.directory / "config.json")))
     write_file(directory / "model.safetensors", save(whole, {"format": "pt"}))
@@ -157,7 +151,7 @@ def write_head(
     target_name: str,
     draft_len: int,
 ) -> None:
-    """Write `config.json` and `model.safetensors` into a directory. `target` is the target's `pretrained_config`."""
+    """Write an EAGLE-3 head's `config.json` and `model.safetensors`. `target` is the target's `pretrained_config`."""
     layers = {key: value for key, value in config.layers.items() if key not in (*_NOT_OF_LAYERS, *config.flags)}
     content = {
         "architectures": ["Eagle3Speculator"],

@@ -5,9 +5,9 @@ least 1. The mask of depth d whose anchor has index a is at position a + d and l
 It sees the tokens up to the anchor and the anchor's masks of lower depths, as when it drafts; the tokens themselves
 learn as before, which is depth 0.
 
-At each depth only a share of the anchors has masks, chosen from those of the depth before (the paper's conditional
-drop-token): 0.7, 0.49, … of the anchors, and at least a fifth. So a text with eight depths takes the time of three
-times its tokens, not of eight times.
+At each depth only a share of the anchors has masks, chosen from the anchors with masks of the depth before (the paper's
+conditional drop-token): 0.7, 0.49, … of all anchors, and at least a fifth. So a text with eight depths takes about the
+time of three times its tokens, not of eight times.
 """
 
 import shutil
@@ -30,17 +30,12 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import read_json, write_json
 
 KEPT, LEAST_KEPT = 0.7, 0.2
-"""Share of the masks of a depth that the next depth keeps, and the least share of the anchors."""
+"""Share of a depth's anchors that the next depth keeps, and the least share of all anchors."""
 NUM_DEPTHS = 8
 _WINDOWED = "sliding_attention"
 _TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "*.jinja",
-)
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "generation_config.json", "*.jinja"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,9 +52,7 @@ class Masks:
 
 
 def choose_masks(is_anchor: Tensor, num_depths: int, generator: torch.Generator, kept: float = KEPT) -> Masks:
-    """Masks for the anchors that are True in `is_anchor` [texts, tokens], of depths 1 to `num_depths` - 1, with the
-    paper's drops.
-    """
+    """Masks of depths 1 to `num_depths` - 1 behind anchors [texts, tokens]; each depth keeps the share `kept`."""
     rows: list[list[tuple[int, int]]] = []
     for row in is_anchor:
         anchors = row.nonzero().flatten()
@@ -77,7 +70,7 @@ def choose_masks(is_anchor: Tensor, num_depths: int, generator: torch.Generator,
 
 
 def visible(num_tokens: int, masks: Masks, window: int | None = None) -> Tensor:
-    """True where a query sees a key, [texts, tokens + masks, tokens + masks]."""
+    """True where a query sees a key, [texts, tokens + masks, tokens + masks]; `window` as in the model's config."""
     num_texts, num_masks = masks.anchors.shape
     own = torch.arange(num_tokens).expand(num_texts, -1)
     anchors, depths = torch.cat([own, masks.anchors], 1), torch.cat([torch.zeros_like(own), masks.depths], 1)
@@ -93,9 +86,7 @@ def visible(num_tokens: int, masks: Masks, window: int | None = None) -> Tensor:
 
 
 class ParallelModel(nn.Module):
-    """A causal model of transformers that learns to draft several tokens in a pass, with `mask_token` in
-    their places.
-    """
+    """A causal model of transformers that learns to draft several tokens in a pass; `mask_token` is in their places."""
 
     def __init__(self, model: PreTrainedModel, mask_token: int) -> None:
         super().__init__()
@@ -104,7 +95,7 @@ class ParallelModel(nn.Module):
         self.vocab_size = _num_ids(model)
 
     def logits_at(self, tokens: Tensor, masks: Masks, places: Tensor) -> Tensor:
-        """Logits [texts, places, vocab] at these places of the texts followed by their masks."""
+        """Logits [texts, places, vocab] at these places in the texts [texts, tokens] followed by their masks."""
         num_texts, num_tokens = tokens.shape
         ids = torch.cat([tokens, torch.full_like(masks.anchors, self.mask_token)], 1)
         positions = torch.cat([torch.arange(num_tokens).expand(num_texts, -1), masks.places], 1)
@@ -120,9 +111,7 @@ class ParallelModel(nn.Module):
         return logits
 
     def losses_of(self, rows: Rows, num_depths: int, sums: Losses, generator: torch.Generator) -> Tensor:
-        """Mean cross-entropy with the target's distribution, where that is known, at the tokens and at the chosen
-        masks.
-        """
+        """Mean cross-entropy with the target's known distributions at tokens and masks; adds to `sums` by depth."""
         has_targets = rows.top_probs[..., 0] > 0
         num_tokens = rows.tokens.shape[1]
         masks = choose_masks(has_targets.roll(-1, 1), num_depths, generator)
@@ -148,9 +137,7 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def accepted_lengths(self, rows: Rows, max_draft_len: int) -> Tensor:
-        """Lengths as in `runtime.training.unrolled.accepted_lengths`, for drafts of one pass behind each
-        output token.
-        """
+        """Lengths [texts, tokens - 1] as from `runtime.training.unrolled.accepted_lengths`, for drafts of one pass."""
         num_tokens = rows.tokens.shape[1]
         masks = choose_masks(rows.is_output.roll(-1, 1), max_draft_len, torch.Generator(), kept=1.0)
         places = torch.arange(num_tokens + masks.anchors.shape[1])
@@ -166,7 +153,7 @@ class ParallelModel(nn.Module):
 
 
 def open_model(model_dir: Path) -> ParallelModel:
-    """A causal model to adapt, in float32, with a mask token. SpecDecError for a model that cannot be adapted."""
+    """A causal model to adapt, in float32. SpecDecError if transformers cannot open it, or it has recurrent states."""
     try:
         model = load_original(model_dir, torch.float32, "sdpa")
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -179,7 +166,7 @@ def open_model(model_dir: Path) -> ParallelModel:
 
 
 def check_has_no_states(config: PreTrainedConfig, model_dir: Path) -> None:
-    """SpecDecError for a model with recurrent states, which would have to leave out the masks."""
+    """SpecDecError for a model with recurrent states: masks would change the states for later tokens."""
     if layers_that_keep(config)[1]:
         raise SpecDecError(
             f"a model whose layers have states cannot learn to draft in parallel: {model_dir}",
@@ -188,8 +175,8 @@ def check_has_no_states(config: PreTrainedConfig, model_dir: Path) -> None:
 
 
 def choose_mask_token(model: PreTrainedModel, model_dir: Path) -> int:
-    """The id of the model's mask token: its own; otherwise an id that no text has, which is an embedding that the
-    tokenizer does not use, or the padding token. A model without such an id gets a further embedding.
+    """The id of the model's own mask token, or else an id that no text has: the first that the tokenizer does not use,
+    or the padding token. A model without such an id gets a further embedding.
     """
     config = model.config
     if type(own := getattr(config, PARD_MASK, None)) is int:
@@ -211,22 +198,28 @@ def _num_ids(model: PreTrainedModel) -> int:
 
 
 def _num_tokens(model_dir: Path) -> int | None:
-    """Number of ids that the tokenizer of a directory uses; None if it has no tokenizer.json."""
+    """The largest id in a `tokenizer.json`, plus 1; None without that file. SpecDecError if it is damaged."""
     if not (model_dir / "tokenizer.json").is_file():
         return None
     content = read_json(model_dir / "tokenizer.json")
-    vocabulary = content["model"].get("vocab", {})
-    own = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return int(max([*own, *(one["id"] for one in content.get("added_tokens", []))])) + 1
+    try:
+        vocabulary = content["model"]["vocab"]
+        own = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return int(max([*own, *(one["id"] for one in content.get("added_tokens", []))])) + 1
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecDecError(
+            f"the model to adapt has a tokenizer.json without a vocabulary: {model_dir}",
+            hint="download or save the model again",
+        ) from error
 
 
 class ParallelTrainer(Trainer):
-    """`Trainer` of a `ParallelModel`. The masks of a step depend on the seed and the step alone."""
+    """`Trainer` of a `ParallelModel`. The choice of masks depends on the seed and the step alone."""
 
     def losses(self, sums: Losses) -> Tensor:
         generator = torch.Generator().manual_seed(self.schedule.random_seed * 1_000_003 + self.step)
         model: Any = self.head
-        found: Tensor = model.losses_of(self.rows(), self.schedule.num_unrolled, sums, generator)
+        found: Tensor = model.losses_of(self.rows_of(self.step), self.schedule.num_unrolled, sums, generator)
         return found
 
 
@@ -254,7 +247,7 @@ class ParallelRun(TrainingRun):
         return found
 
     def write_model(self, directory: Path, tokenizer_dir: Path) -> None:
-        """Write the present model, in the dtype in which it was published, with the tokenizer's files."""
+        """Write the present model and the tokenizer's files: in the model's own dtype, or in bfloat16 for float16."""
         model: Any = self.head
         config = model.model.config
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16

@@ -1,8 +1,7 @@
 """The file of a target's results for texts: the hidden states that a head reads, and the most probable tokens.
 
-It has a record for each token, text after text. The file grows by whole texts; a text that was written in part, when a
-process was killed, is cut off when the file is opened again. It is read through memory mapping, so a large file needs
-no memory.
+It has a record for each token, text after text. The file grows by whole texts: a text that a killed process wrote in
+part is cut off when the file is opened again. Records are read through memory mapping, so a large file needs no memory.
 """
 
 import os
@@ -28,13 +27,14 @@ NUM_TOP = 32
 """Number of most probable tokens that are kept for each distribution."""
 _MAX_LOGITS, _GROUP = 1 << 23, 64
 _NUM_JUDGED, _LIKELY, _LEAST_LIKELY = 256, 8, 0.6
+"""An answer is the target's if, of about 256 tokens, 0.6 are among the 8 likeliest."""
 _FREE_BYTES = 1 << 26
 """Bytes left free on the disk for checkpoints and the head."""
 
 
 @dataclass(frozen=True)
 class _AllStates:
-    """A stand-in for a head, which has the engine keep tokens' hidden states unchanged, and no keys."""
+    """A stand-in for a head: the engine keeps tokens' hidden states unchanged for it, and no keys."""
 
     state_size: int
     kv_layers: Seq[LayerShape] = ()
@@ -45,8 +45,9 @@ class _AllStates:
 
 
 def read_states(engine: Engine, traces: Seq[Trace], *, of_prompts: bool) -> Iterator[np.ndarray[Any, Any]]:
-    """Records of each text's tokens, from a pass of the target. The engine must reuse no blocks. Most probable tokens
-    are recorded for outputs, and with `of_prompts` also for prompts.
+    """Records [tokens] of each text, from a pass of the target; see `record_type`. The engine must reuse no blocks.
+    Most probable tokens are recorded for outputs, and with `of_prompts` also for prompts. SpecDecError if a text does
+    not fit into the K/V cache.
     """
     cache = engine.add_head(_AllStates(width)) if (width := width_of(engine)) else None
     try:
@@ -58,12 +59,12 @@ def read_states(engine: Engine, traces: Seq[Trace], *, of_prompts: bool) -> Iter
 
 
 def width_of(engine: Engine) -> int:
-    """Numbers in a token's hidden states."""
+    """Number of numbers in a token's hidden states, of all layers that the engine returns."""
     return len(engine.config.build_config.hidden_states) * int(engine.config.pretrained_config["hidden_size"])
 
 
 def check_answers(all_records: Iterator[np.ndarray[Any, Any]], traces: Seq[Trace]) -> Iterator[np.ndarray[Any, Any]]:
-    """The same records. SpecDecError if the outputs of the first texts are not this target's."""
+    """The same records. SpecDecError if the outputs of the first texts are not likely to be this target's."""
     num_likely = num_tokens = 0
     for records, trace in zip(all_records, traces, strict=True):
         if num_tokens < _NUM_JUDGED:
@@ -81,9 +82,7 @@ def check_answers(all_records: Iterator[np.ndarray[Any, Any]], traces: Seq[Trace
 
 
 def record_type(width: int) -> np.dtype[Any]:
-    """Type of a token's record: bfloat16 hidden states, and the most probable tokens at its position with their
-    probabilities.
-    """
+    """Type of a token's record: states as bits of bfloat16, and the likeliest tokens in its place, or zeros."""
     return np.dtype([("states", "<i2", (width,)), ("ids", "<i4", (NUM_TOP,)), ("probs", "<f2", (NUM_TOP,))])
 
 
@@ -113,8 +112,7 @@ def _records(engine: Engine, cache: HeadCache | None, trace: Trace, first: int) 
 
 
 def likeliest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Probabilities [rows, num] of the most probable tokens, in falling order, from logits [rows, vocab], and the
-    tokens' ids.
+    """Probabilities and ids, [rows, num] each, of the most probable tokens in falling order, from logits [rows, vocab].
 
     The most probable tokens are in the groups with the highest maxima, so few numbers of a large vocabulary are sorted.
     """
@@ -128,9 +126,7 @@ def likeliest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 class StatesFile:
-    """The file of texts' records. `lengths` has the texts' numbers of tokens. The file may have only the first of these
-    texts.
-    """
+    """The file of texts' records, of which it may have only the first. `lengths` has the texts' numbers of tokens."""
 
     def __init__(self, path: Path, lengths: Seq[int], width: int) -> None:
         self.path, self.lengths, self._type = path, list(lengths), record_type(width)
@@ -158,7 +154,7 @@ class StatesFile:
             )
 
     def append(self, all_records: Iterator[np.ndarray[Any, Any]], done: Callable[[int], None]) -> None:
-        """Write the records of the missing texts; `done` is called with the number of tokens of each."""
+        """Write the records of the missing texts; `done` is called with each text's number of tokens."""
         with self.path.open("ab") as file:
             for records in all_records:
                 assert len(records) == self.lengths[self.num_texts]
@@ -167,7 +163,7 @@ class StatesFile:
                 done(len(records))
 
     def rows(self, texts: Seq[int], traces: Seq[Trace]) -> Rows:
-        """The records of these texts as `Rows`, padded to the same length."""
+        """The records of these texts as `Rows`, padded to the longest text."""
         longest = max(self.lengths[i] for i in texts)
         records = np.zeros((len(texts), longest), self._type)
         tokens = torch.zeros(len(texts), longest, dtype=torch.int64)

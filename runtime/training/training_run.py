@@ -1,7 +1,7 @@
 """A training of a head from its beginning to its end, however often it is interrupted.
 
-Its state is in a directory of its own: its settings, the target's hidden states of the texts, and a checkpoint. With
-these the same command continues, and ends with the same weights. Other settings are an error.
+Its state is in a directory of its own: its settings, the target's hidden states of the texts, and a checkpoint. From
+these the same training continues, and ends with the same weights. Other settings are an error.
 """
 
 import os
@@ -36,8 +36,8 @@ from runtime.training.new_head import (
 from runtime.training.traced_states import StatesFile, check_answers, read_states, width_of
 from runtime.training.unrolled import (
     Losses,
+    Rows,
     Schedule,
-    TrainedHead,
     Trainer,
     accepted_lengths,
     batches,
@@ -55,9 +55,7 @@ _EVALUATED_TOKENS = 2048
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of a training. `draft_vocab_size` None stands for the given head's vocabulary, or, for a new head,
-    `NEW_VOCAB_SIZE`.
-    """
+    """Settings of a training; `draft_vocab_size` None is the given head's, or `NEW_VOCAB_SIZE` for a new head."""
 
     draft_vocab_size: int | None = None
     num_epochs: int = 3
@@ -86,7 +84,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Number of tokens in the held-out texts, and the target's steps for them with whole drafts of 1, 2, ... tokens."""
+    """Output tokens of the held-out texts, and the target's steps for them with drafts of up to 1, 2, ... tokens."""
 
     num_tokens: int
     num_steps: list[int]
@@ -106,13 +104,13 @@ class Target:
 
 
 Progress = Callable[[int, str], None]
-"""Function that is called with the number of further items done, and a remark."""
+"""Function that is called with the number of further items done, such as tokens or texts, and a remark."""
 
 
 def split_traces(traces: Seq[Trace], max_len: int, held_out: Seq[Trace] | None) -> tuple[Texts, int]:
-    """Texts cut to `max_len` tokens, divided into those to learn from and those held out (one in ten, if none are
-    given), and the number of texts left out because no output token remains to learn from. SpecDecError for too few
-    texts.
+    """Texts cut to `max_len` tokens, those to learn from and those held out, and the number of texts left out because
+    fewer than three output tokens remain. Without `held_out` one text in ten is held out, of fewer than 20 texts one in
+    four. SpecDecError for too few texts.
     """
     kept = [_cut(trace, max_len) for trace in traces]
     usable = [trace for trace in kept if _is_usable(trace)]
@@ -157,7 +155,7 @@ class TrainingRun:
         target: Target,
         given: HeadConfig | Path | None,
     ) -> None:
-        """SpecDecError if the directory has a training with other settings or texts, which `identity` names too."""
+        """SpecDecError if the directory has a training with other settings or another `identity`, such as its texts."""
         self.directory, self.settings, self.texts = directory, settings, texts
         self.engine, self._model_dir = target.engine, target.model_dir
         self._agree_on({"settings": asdict(settings), **identity})
@@ -166,10 +164,9 @@ class TrainingRun:
         lengths = [len(one.prompt_tokens) + len(one.output_tokens) for one in texts.all]
         self.states = StatesFile(directory / "states.bin", lengths, width_of(self.engine))
         self._epochs: dict[int, list[list[int]]] = {}
-        per_epoch = len(self._epoch(0))
-        rate, unrolled, seed = settings.learning_rate, settings.num_unrolled, settings.random_seed
-        schedule = Schedule(per_epoch * settings.num_epochs, rate, unrolled, seed)
-        self._per_epoch = per_epoch
+        self._per_epoch = len(self._epoch(0))
+        num_steps = self._per_epoch * settings.num_epochs
+        schedule = Schedule(num_steps, settings.learning_rate, settings.num_unrolled, settings.random_seed)
         self.trainer = self.trainer_class(
             self.head, schedule, self._rows_of, autocast=_multiplies_bfloat16(self.engine)
         )
@@ -191,7 +188,7 @@ class TrainingRun:
             ) from error
 
     def _agree_on(self, wanted: dict[str, Any]) -> None:
-        """Check that a training that is continued has the same settings as before."""
+        """Write the settings of a new training; SpecDecError if they are not those of the training to continue."""
         where = self.directory / "settings.json"
         if not where.is_file():
             write_json(where, wanted)
@@ -211,10 +208,7 @@ class TrainingRun:
         return min(MAX_EVALUATED_LEN, len(self.head.heads) if isinstance(self.head, ChainedMtp) else MAX_EVALUATED_LEN)
 
     def _open(self, given: Any, end_ids: frozenset[int]) -> tuple[Any, Any]:
-        """Open the head to train, or another model that drafts, and its config."""
-        return self._open_head(given, end_ids)
-
-    def _open_head(self, given: HeadConfig | None, end_ids: frozenset[int]) -> tuple[HeadConfig, TrainedHead]:
+        """Open the head to train, or another model that drafts: its config or directory, and the module."""
         embedding = embedding_of(self.engine)
         embedding = None if embedding is None else embedding.float()
         size = self.settings.draft_vocab_size
@@ -228,7 +222,7 @@ class TrainingRun:
         return head.config, have_unrolled_attention(head)
 
     def _make_head(self, size: int, end_ids: frozenset[int]) -> HeadConfig:
-        """Make a new head's directory inside the training's directory."""
+        """Make a new head's directory inside the training's directory, with `size` ids to draft."""
         directory = self.directory / "initial"
         vocab_size = self.engine.config.vocab_size
         ids = choose_vocabulary(_pairs(self.texts.learned), range(vocab_size), size, end_ids)
@@ -240,8 +234,8 @@ class TrainingRun:
         return read_head(directory)
 
     def _weights_of_target(self, layer: int) -> TargetWeights:
-        """The target's output layer, which may be its embeddings, its last norm, and the weights of this layer, by
-        their usual names.
+        """The target's output layer, or the embeddings that stand for it, its last norm, and the weights of the layer
+        with this number, by their usual names. SpecDecError if it has no output layer of such a name.
         """
         ends, prefix = ("lm_head.weight", "embed_tokens.weight", "model.norm.weight"), f".layers.{layer}."
         _, read = read_numbers(self._model_dir, torch.float32, lambda name: name.endswith(ends) or prefix in name)
@@ -258,16 +252,14 @@ class TrainingRun:
         return TargetWeights(output_layer, found.get("model.norm.weight"), own)
 
     def compute_states(self, progress: Progress) -> None:
-        """Compute the target's hidden states of all texts, except those that were computed before. The texts must be
-        the target's answers.
-        """
+        """Compute missing hidden states. SpecDecError for texts that are not the target's, or a full disk."""
         self.states.check_room()
         missing = self.texts.all[self.states.num_texts :]
         records = check_answers(read_states(self.engine, missing, of_prompts=self.settings.learn_prompts), missing)
         self.states.append(records, lambda num_tokens: progress(num_tokens, ""))
 
     def train(self, progress: Progress) -> None:
-        """Train to the end; the state is saved every minute."""
+        """Train to the end; the state is saved every minute and at the end."""
         saved = time.monotonic()
         while not self.trainer.is_done:
             sums = self.trainer.train_step()
@@ -289,7 +281,7 @@ class TrainingRun:
             new.unlink(missing_ok=True)
 
     def measure_before(self, progress: Progress) -> Accepted:
-        """The result of `measure` for the head with which the training began, measured at that time."""
+        """The result of `measure` for the head with which the training began: measured once, and kept in a file."""
         where = self.directory / "before.json"
         if not where.is_file():
             write_json(where, asdict(self.measure(progress)))
@@ -297,7 +289,7 @@ class TrainingRun:
         return Accepted(found["num_tokens"], found["num_steps"])
 
     def measure(self, progress: Progress) -> Accepted:
-        """Steps that the held-out texts would have taken with the present head."""
+        """Steps that the target would have taken for the held-out texts with drafts from the present head."""
         first, longest = len(self.texts.learned), self.longest
         num_steps, num_tokens = [0] * longest, 0
         lengths = self.states.lengths[first:]
@@ -327,16 +319,15 @@ class TrainingRun:
     def _epoch(self, number: int) -> list[list[int]]:
         if number not in self._epochs:
             lengths = self.states.lengths[: len(self.texts.learned)]
-            # One number of batches for all epochs, though the texts fall differently.
             self._epochs = {number: batches(lengths, self.settings.batch_tokens, self.settings.random_seed, number)}
         return self._epochs[number]
 
-    def _rows_of(self, step: int) -> Any:
+    def _rows_of(self, step: int) -> Rows:
         epoch, place = divmod(step, self._per_epoch)
         found = self._epoch(epoch)
-        return self._rows(found[place % len(found)])
+        return self._rows(found[place % len(found)])  # every epoch has the first epoch's number of steps
 
-    def _rows(self, texts: Seq[int]) -> Any:
+    def _rows(self, texts: Seq[int]) -> Rows:
         return self.states.rows(texts, self.texts.all)
 
 
@@ -354,7 +345,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _multiplies_bfloat16(engine: Engine) -> bool:
-    """True if the build found products in bfloat16 to be faster than in float32."""
+    """True if the engine's own kernels multiply in bfloat16, which the build then found to be faster."""
     return engine.config.arithmetic in ("avx512_bf16", "amx_bf16")
 
 

@@ -3,7 +3,7 @@
 A head is trained as it drafts (the training-time test of arXiv 2503.01840): its step 0 reads the target's hidden states
 at every token of a text, and each further step reads the head's own outputs, so that it meets its own errors. In step
 k, place j of a row is the pair of token j + 1 + k and the state of the token before it, and predicts token j + 2 + k.
-It sees the keys of step 0 up to place j, and of later steps only the keys at its own place: these are the keys that it
+It sees the keys of step 0 up to place j, and the keys of later steps at its own place alone: these are the keys that it
 would have when drafting from there. In a head of several MTP layers, step k is layer k, which sees its own keys up to
 place j.
 """
@@ -35,14 +35,14 @@ _WARM_UP, _LAST_RATE, _MAX_NORM = 0.04, 0.05, 1.0
 
 @dataclass
 class Unrolled:
-    """Keys and values of a row's steps so far, by layer, and the places that the present step computes."""
+    """Keys and values of the steps so far, by layer, and the places that the present step computes."""
 
     places: Tensor  # (B or 1, M) int64
     keys: dict[int, list[Tensor]] = field(default_factory=dict)
     values: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def keep(self, places: Tensor) -> None:
-        """Continue with these places [B, M] alone; keys and values of step 0 stay unchanged."""
+        """Go on with these places [B, M] alone; keys and values of step 0 stay whole."""
         self.places = places
         for of_layers in (self.keys, self.values):
             for layer, (first, *others) in of_layers.items():
@@ -90,19 +90,17 @@ AttentionInterface.register(UNROLLED, unrolled_attention)
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts to learn from, padded at the right to N tokens, with the target's results for each token."""
+    """B texts to learn from, padded at the right to N tokens, with the target's results for each token."""
 
     tokens: Tensor  # (B, N) int64
     states: Tensor  # (B, N, width) hidden states that the head reads
-    top_ids: Tensor  # (B, N, K) int64, the likeliest tokens in this place by the target
-    top_probs: Tensor  # (B, N, K) float32
+    top_ids: Tensor  # (B, N, K) int64, the target's likeliest tokens in this token's place
+    top_probs: Tensor  # (B, N, K) float32, 0 where they are not known
     is_output: Tensor  # (B, N) bool, True for the target's own answer
 
 
 def have_unrolled_attention(head: AnyHead) -> AnyHead:
-    """Give the head attention for training, in float32, with gradients. Weights that are the target's do not learn: the
-    embeddings, and an MTP head's output layer.
-    """
+    """Give the head `unrolled_attention` in float32, and gradients to its weights, not to the target's."""
     head = head.float()
     for module in head.modules():
         config = getattr(module, "config", None)
@@ -119,9 +117,9 @@ def have_unrolled_attention(head: AnyHead) -> AnyHead:
 def unroll(head: TrainedHead, rows: Rows, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Places [B, M] of each step, and the head's outputs [B, M, hidden] there.
 
-    Step 0 has all N - 1 places. Further steps have the places from which outputs are predicted, up to the longest row's
-    number of these; numbers beyond a row's end mean nothing. A head of several layers has as many steps, all with all
-    places.
+    Step 0 has all N - 1 places. Further steps have M places, as many as the row with the most places from which outputs
+    are predicted; what is predicted beyond a row's end means nothing. A head of several layers has at most as many
+    steps, all with all places.
     """
     if isinstance(head, ChainedMtp):
         yield from _through_layers(head, rows, num_steps)
@@ -153,9 +151,7 @@ def _through_layers(head: ChainedMtp, rows: Rows, num_steps: int) -> Iterator[tu
 
 
 def _drafting_places(rows: Rows, num_steps: int) -> Tensor:
-    """The last M places [B, M] of each row from which a step after the first predicts an output; for a row with fewer,
-    also places before.
-    """
+    """The places [B, M] from which steps after the first predict outputs; a row with fewer has other places too."""
     num_places = rows.tokens.shape[1] - 1
     first = (rows.is_output.int().argmax(1) - 1 - num_steps).clamp_min(0)
     end = num_places - rows.is_output.flip(1).int().argmax(1)
@@ -165,15 +161,13 @@ def _drafting_places(rows: Rows, num_steps: int) -> Tensor:
 
 
 def own_ids(head: TrainedHead, ids: Tensor) -> Tensor:
-    """The head's ids for the target's ids; for ids that it never drafts, the draft vocabulary's size."""
+    """The head's ids for the target's ids, and the draft vocabulary's size for ids that it does not have."""
     return ids if head.draft_ids is None else rows_by_id(head.draft_ids, head.config.vocab_size)[ids]
 
 
 @dataclass
 class Losses:
-    """Sums over predicted tokens, by step: cross-entropy in nats, and the number of tokens that were predicted
-    correctly.
-    """
+    """Sums over predicted tokens, by step: cross-entropy in nats, tokens predicted right, and all tokens."""
 
     loss: list[float]
     num_right: list[int]
@@ -185,10 +179,11 @@ class Losses:
 
 
 def losses_of(head: TrainedHead, rows: Rows, num_steps: int, sums: Losses) -> Tensor:
-    """Mean cross-entropy with the target's distribution over the draft vocabulary, steps weighted by `STEP_DECAY`.
+    """Mean cross-entropy with the target's distribution over the draft vocabulary, summed over the steps, each weighted
+    by a power of `STEP_DECAY`. Adds to `sums`.
 
-    Only tokens that the head may draft are counted: tokens of outputs, and in step 0 also tokens of prompts where the
-    target's distribution is known. Only the most probable tokens of that distribution are kept.
+    Only tokens that the head may draft count: tokens of outputs, and in step 0 all tokens for which the target's
+    distribution is known, of which only the most probable tokens are.
     """
     total = rows.states.new_zeros((), dtype=torch.float32)
     size, own = head.config.draft_vocab_size, own_ids(head, rows.tokens)
@@ -214,7 +209,7 @@ def losses_of(head: TrainedHead, rows: Rows, num_steps: int, sums: Losses) -> Te
 
 
 def _shifted(tokens: Tensor, places: Tensor, step: int, beyond: int) -> Tensor:
-    """Values [B, M], from `tokens` [B, N], for the tokens that a step predicts from these places."""
+    """Values [B, M], from `tokens` [B, N], of the tokens that a step predicts from these places, or `beyond`."""
     at = places + 2 + step
     found = tokens.gather(1, at.clamp_max(tokens.shape[1] - 1))
     return found.where(at < tokens.shape[1], torch.full_like(found, beyond))
@@ -222,9 +217,9 @@ def _shifted(tokens: Tensor, places: Tensor, step: int, beyond: int) -> Tensor:
 
 @torch.no_grad()
 def accepted_lengths(head: TrainedHead, rows: Rows, max_draft_len: int) -> Tensor:
-    """Number of tokens [B, N - 1] that the row's text accepts of a greedy draft behind token j + 1, for each place j.
-    For places before the outputs, only the first token is counted. As long as a draft agrees with the text, the head
-    reads the same tokens as in a real draft.
+    """Numbers [B, N - 1] of accepted tokens: for each place j, how many tokens of a greedy draft behind token j + 1 are
+    the text's. As long as a draft agrees with the text, the head reads the same tokens as in a real draft. For places
+    from which no output is predicted, at most the first token is counted.
     """
     own = own_ids(head, rows.tokens)
     lengths = torch.zeros(rows.tokens.shape[0], rows.tokens.shape[1] - 1, dtype=torch.int64)
@@ -239,8 +234,8 @@ def steps_of(lengths: Seq[int], first: int, num_tokens: int, draft_len: int) -> 
     """Number of steps that a target takes for a text's tokens from `first` on, with drafts of at most `draft_len`
     tokens. The first token comes from the context phase. `lengths` is a row of `accepted_lengths`.
 
-    For example, 10 tokens, of which 4 are the prompt, with drafts of which one token is always accepted: token 4, then
-    5 and 6, 7 and 8, 9.
+    For example, 10 tokens, of which 4 are the prompt, and drafts with always one accepted token: token 4, then 5 and 6,
+    7 and 8, and 9, so 4 steps.
     """
     num_steps, last = 1, first
     while last < num_tokens - 1:
@@ -251,7 +246,7 @@ def steps_of(lengths: Seq[int], first: int, num_tokens: int, draft_len: int) -> 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length and learning rate of a training, of `num_steps` optimizer steps."""
+    """Length and learning rate of a training; `num_steps` counts optimizer steps."""
 
     num_steps: int
     learning_rate: float
@@ -259,7 +254,7 @@ class Schedule:
     random_seed: int
 
     def rate(self, step: int) -> float:
-        """Learning rate at a step: it rises to its maximum, and falls as a cosine to a twentieth of it."""
+        """Learning rate at a step: it rises to its maximum, then falls as a cosine to a twentieth of the maximum."""
         warm_up = max(1, round(_WARM_UP * self.num_steps))
         if step < warm_up:
             return self.learning_rate * (step + 1) / warm_up
@@ -268,8 +263,8 @@ class Schedule:
 
 
 def batches(lengths: Seq[int], num_tokens: int, random_seed: int, epoch: int) -> list[list[int]]:
-    """Texts of an epoch in batches of about `num_tokens` tokens, padding included; a function of its arguments. Texts
-    of similar length are in the same batch, and the batches are in random order.
+    """Indices of an epoch's texts in batches of at most `num_tokens` tokens, padding included; a longer text is a batch
+    by itself. Texts of similar length are in a batch, and batches are in an order that the seed and epoch decide.
     """
     order = list(range(len(lengths)))
     rng = random.Random(f"{random_seed} {epoch}")
@@ -286,15 +281,13 @@ def batches(lengths: Seq[int], num_tokens: int, random_seed: int, epoch: int) ->
 
 
 class Trainer:
-    """The training loop. `state` has the learned weights and the place in the data; from there the loop continues to
-    the same end.
-    """
+    """The training's steps; from a `state`, which has all that was learned, they continue to the same end."""
 
     def __init__(
         self, head: TrainedHead, schedule: Schedule, rows_of: Callable[[int], Rows], *, autocast: bool = False
     ) -> None:
         """Products are computed in bfloat16 if `autocast` is True, while all weights are kept in float32."""
-        self.head, self.schedule, self._rows_of = head, schedule, rows_of
+        self.head, self.schedule, self.rows_of = head, schedule, rows_of
         self._autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
         self.step = 0
         """Number of optimizer steps done; `rows_of` gives the rows of each."""
@@ -320,19 +313,13 @@ class Trainer:
         self.step += 1
         return sums
 
-    def rows(self) -> Rows:
-        """Rows of the present step."""
-        return self._rows_of(self.step)
-
     def losses(self, sums: Losses) -> Tensor:
         """Loss of the present step."""
-        return losses_of(self.head, self.rows(), self.schedule.num_unrolled, sums)
+        return losses_of(self.head, self.rows_of(self.step), self.schedule.num_unrolled, sums)
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.step, "head": self._learned(), "optimizer": self._optimizer.state_dict()}
-
-    def _learned(self) -> dict[str, Tensor]:
-        return {name: one.detach() for name, one in self.head.named_parameters() if one.requires_grad}
+        learned = {name: one.detach() for name, one in self.head.named_parameters() if one.requires_grad}
+        return {"step": self.step, "head": learned, "optimizer": self._optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.step = state["step"]

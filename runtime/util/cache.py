@@ -39,7 +39,7 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 SIZES = "bytes, or a number with K, M, G or T (1,000 bytes and so on: 20G) or Ki, Mi, Gi or Ti (1,024: 20GiB)"
 """Forms of a size such as 20G, for hints."""
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 512
-_TIME_STEP_NS = 100_000_000  # longer than a step of any clock that files are dated by
+_TIME_STEP_NS = 100_000_000  # longer than a tick of any file system's clock
 _SHA256 = re.compile("[0-9a-f]{64}")
 _PACKAGE = Path(__file__).parents[1]
 PROFILES = "profiles"
@@ -47,7 +47,7 @@ PROFILES = "profiles"
 WEIGHTS = "weights"
 """Directory of files that several engines share, each named by its SHA-256 (`share_files`)."""
 _PARTS = ("engines", "digests", PROFILES, WEIGHTS)
-_SHARED_BYTES = 1 << 20  # of smaller files a link saves nothing worth
+_SHARED_BYTES = 1 << 20  # smaller files are not worth a link
 _USUAL_SIZE = "50G"
 LEFT_OUT = {
     "demo": "models and articles: an engine's identity has the digests of its model's files",
@@ -121,8 +121,8 @@ def check_private_dir(directory: Path, *above: Path) -> None:
     """SpecDecError for a directory that belongs to another user (root is allowed), or that other users may write into.
 
     A group's write permission is allowed inside a directory `above` that the group cannot enter: with umask 002 all
-    parts of a cache have it, and the cache itself has mode 0700. It is not
-    allowed in a link's target, which may be reachable by another path.
+    parts of a cache have it, and the cache itself has mode 0700. It is not allowed in a link's target, which may be
+    reachable by another path.
     """
     try:
         stat = directory.stat()
@@ -130,17 +130,10 @@ def check_private_dir(directory: Path, *above: Path) -> None:
     except OSError:
         return
     if stat.st_uid not in (os.getuid(), 0):
-        raise SpecDecError(
-            f"the cache directory belongs to another user (number {stat.st_uid}), who could have put code into it: "
-            f"{directory}",
-            hint="name another directory in SPECDEC_CACHE_DIR",
-            code="cache_of_others",
-        )
+        hint = "name another directory in SPECDEC_CACHE_DIR"
+        raise SpecDecError(_owned(stat, "the cache directory", directory), hint=hint, code="cache_of_others")
     if stat.st_mode & 0o022 and not is_closed:
-        raise SpecDecError(
-            f"other users may write into the cache directory, and could have put code into it: {directory}",
-            hint=f"remove it, or trust what is there: chmod go-w {directory}",
-        )
+        raise _open_to_others("the cache directory", directory)
 
 
 def check_private_file(path: Path) -> None:
@@ -155,16 +148,20 @@ def check_private_file(path: Path) -> None:
     except OSError:
         return
     if stat.st_uid not in (os.getuid(), 0):
-        raise SpecDecError(
-            f"a file in the cache belongs to another user (number {stat.st_uid}), who could have put code into it: "
-            f"{path}",
-            hint="remove it",
-        )
+        raise SpecDecError(_owned(stat, "a file in the cache", path), hint="remove it")
     if stat.st_mode & (0o002 if is_closed else 0o022):
-        raise SpecDecError(
-            f"other users may write into a file in the cache, and could have put code into it: {path}",
-            hint=f"remove it, or trust what is there: chmod go-w {path}",
-        )
+        raise _open_to_others("a file in the cache", path)
+
+
+def _owned(stat: os.stat_result, what: str, path: Path) -> str:
+    return f"{what} belongs to another user (number {stat.st_uid}), who could have put code into it: {path}"
+
+
+def _open_to_others(what: str, path: Path) -> SpecDecError:
+    return SpecDecError(
+        f"other users may write into {what}, and could have put code into it: {path}",
+        hint=f"remove it, or trust what is there: chmod go-w {path}",
+    )
 
 
 def check_private_entry(entry: Path) -> None:
@@ -223,7 +220,7 @@ def used_entry(path: Path) -> Iterator[bool]:
 
 
 def remove_unused_entry(path: Path) -> bool:
-    """Remove an entry unless a process uses or makes it; returns True if it is gone."""
+    """Remove an entry unless a process uses or makes it; returns True if it was removed."""
     lock = FileLock(path.with_name(f"{path.name}.lock"))
     try:
         lock.acquire(timeout=0)
@@ -243,7 +240,7 @@ def remove_unused_entry(path: Path) -> bool:
 
 
 def is_used(path: Path) -> bool:
-    """True if a process uses an entry now."""
+    """True if a process uses an entry now, and always on a file system without locks."""
     with flocked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_unused:
         return not is_unused
 
@@ -261,7 +258,7 @@ def sealed(data: bytes) -> bytes:
 
 
 def read_sealed(path: Path) -> bytes | None:
-    """Read sealed content; None if it is absent or damaged. SpecDecError if other users may write the file."""
+    """Read sealed content; None if absent or damaged. SpecDecError for a file in the cache that others may write."""
     if path.is_relative_to(_place()):
         check_private_file(path)
     try:
@@ -281,10 +278,10 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
     """The digest of a file, as from `read_digest`, kept in the cache, so that a large file is read again only if it has
     changed.
 
-    A change is noticed by size, times and a sample of the bytes. The file's name does not matter: an engine's directory
-    is renamed when it is complete. The time of change cannot be set back, but is coarse: a new file may be written
-    again within the same tick, so its digest is not kept yet. A file whose state this process has seen is not even
-    opened.
+    A change is noticed by inode, size, times and a sample of the bytes. The file's name does not matter: an engine's
+    directory is renamed when it is complete. The time of change cannot be set back, but is coarse: a new file may be
+    written again within the same tick, so its digest is not kept yet. A file whose state this process has seen is not
+    even opened.
     """
     stamp = stamp_of(path.stat())
     if (seen := _seen.get((stamp, *ranges))) is not None:
@@ -295,9 +292,7 @@ def file_digest(path: Path, ranges: Sequence[Range] = ()) -> str:
 
 
 def begin_digests(paths: Iterable[Path]) -> None:
-    """Have a thread compute the `file_digest` of large files that will soon be needed. At its end the process does not
-    wait for that thread.
-    """
+    """Have a thread compute the `file_digest` of large files. The process does not wait for it at its end."""
     begun: dict[Stamp, tuple[Path, Future[str]]] = {}
     for path in paths:
         if (stamp := stamp_of(path.stat())).num_bytes > _LARGE_BYTES and stamp not in _begun:
@@ -307,7 +302,7 @@ def begin_digests(paths: Iterable[Path]) -> None:
         for path, future in begun.values():
             try:
                 future.set_result(_find_digest(path, ()))
-            except BaseException as error:  # told to who asks
+            except BaseException as error:  # raised in `file_digest`
                 future.set_exception(error)
 
     _begun.update({stamp: future for stamp, (_, future) in begun.items()})
@@ -315,8 +310,8 @@ def begin_digests(paths: Iterable[Path]) -> None:
 
 
 def is_digest_awaited() -> bool:
-    """True if a digest that was begun is not ready yet, for a file that was not read before."""
-    return not all(begun.done() for begun in tuple(_begun.values()))  # other threads begin some, and ask for them
+    """True if a digest that `begin_digests` began, and that nobody has asked for, is not ready yet."""
+    return not all(begun.done() for begun in tuple(_begun.values()))  # a copy: other threads change `_begun`
 
 
 def _find_digest(path: Path, ranges: Sequence[Range]) -> str:
@@ -327,7 +322,7 @@ def _find_digest(path: Path, ranges: Sequence[Range]) -> str:
             _seen[stamp, *ranges] = found
             return found
         sha256 = _digest_of(file, ranges)
-        # Neither a file that is written at the same time, nor one that may be without its time becoming another.
+        # Not kept: the digest of a file that was written meanwhile, or may be written within its present tick.
         is_settled = time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) > _TIME_STEP_NS
         if not is_settled or stamp_of(os.fstat(file.fileno())) != stamp:
             return sha256
@@ -336,12 +331,10 @@ def _find_digest(path: Path, ranges: Sequence[Range]) -> str:
 
 
 def keep_digest(path: Path, sha256: str) -> None:
-    """Keep the SHA-256 of a file, for `file_digest`. This process must have just written the file, and no other may
-    write it.
-    """
+    """Keep the SHA-256, for `file_digest`, of a file that this process has just written and no other writes."""
     with path.open("rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
-        # Otherwise its time would not differ after a next write.
+        # Wait for the next tick: a later write must change the file's time.
         time.sleep(max(stamp.mtime_ns + _TIME_STEP_NS - time.time_ns(), 0) / 1e9)
         kept = cache_dir() / "digests" / _known_as(file, stamp, ())
     _keep(kept, stamp, (), sha256)
@@ -349,7 +342,7 @@ def keep_digest(path: Path, sha256: str) -> None:
 
 def _keep(kept: Path, stamp: Stamp, ranges: Sequence[Range], sha256: str) -> None:
     _seen[stamp, *ranges] = sha256
-    with contextlib.suppress(OSError):  # kept for the next time only
+    with contextlib.suppress(OSError):  # this process has the digest in `_seen`
         make_cache_dir()
         kept.parent.mkdir(mode=0o700, exist_ok=True)
         for left_over in kept.parent.glob(".*.tmp"):
@@ -407,9 +400,7 @@ class CachedEngine:
 
 
 def engine_entry(name: Path, identity: str) -> Path:
-    """The directory of a model's engine, from the model's path and a digest of everything that the engine is made
-    from.
-    """
+    """The directory of an engine, from its model's path and a digest of everything that it is made from."""
     return cache_dir() / "engines" / f"{readable_name(name)}-{identity[:16]}"
 
 
@@ -458,9 +449,7 @@ def _shared_files() -> Iterator[Path]:
 
 
 def size_in_bytes(text: str) -> int | None:
-    """Bytes of `500M`, `20G`, `1.5T`, `20GiB` or a number; None for a text that is no size. G is 1,000 M, and Gi 1,024
-    Mi.
-    """
+    """Bytes of `500M`, `1.5T` (M is 1,000 K), `20GiB` (Gi is 1,024 Mi) or a number; None for any other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if found is None:
         return None
@@ -484,19 +473,16 @@ def unique_bytes(paths: Iterable[Path]) -> int:
 
 def cached_engines() -> list[CachedEngine]:
     """Complete engines, the last used first."""
-    directory, found = cache_dir() / "engines", list[CachedEngine]()
-    for path in directory.iterdir() if directory.is_dir() else []:
-        if _is_entry(path):
-            with contextlib.suppress(FileNotFoundError):  # another process removes the engine
-                found.append(CachedEngine(path, directory_bytes(path), path.stat().st_mtime, is_used(path)))
+    found = []
+    for path in _entries():
+        with contextlib.suppress(FileNotFoundError):  # another process removes the engine
+            found.append(CachedEngine(path, directory_bytes(path), path.stat().st_mtime, is_used(path)))
     return sorted(found, key=lambda engine: (engine.used_s, engine.path), reverse=True)
 
 
 def cached_names() -> list[str]:
     """Names of the models that have engines in the cache, as `specdec list` shows them."""
-    directory = cache_dir() / "engines"
-    entries = filter(_is_entry, directory.iterdir()) if directory.is_dir() else ()
-    return sorted({path.name.rpartition("-")[0] for path in entries})
+    return sorted({path.name.rpartition("-")[0] for path in _entries()})
 
 
 def other_bytes() -> int:
@@ -510,7 +496,7 @@ def engines_bytes(engines: Iterable[CachedEngine]) -> int:
 
 
 def engines_to_prune(engines: list[CachedEngine], max_bytes: int) -> list[CachedEngine]:
-    """Engines to remove so that the rest take at most `max_bytes`; engines in use are kept."""
+    """Engines to remove, the oldest first, so that the rest take at most `max_bytes`; engines in use are kept."""
     left, chosen = list(engines), list[CachedEngine]()
     for engine in reversed(engines):
         if not engine.is_used and engines_bytes(left) > max_bytes:
@@ -520,13 +506,14 @@ def engines_to_prune(engines: list[CachedEngine], max_bytes: int) -> list[Cached
 
 
 def prune(engines: list[CachedEngine]) -> list[CachedEngine]:
-    """Remove these engines; returns the engines that were removed. An engine that a process has begun to use meanwhile
-    is kept.
-    """
+    """Remove these engines, except any that is in use by now; returns the engines that were removed."""
     removed = [engine for engine in engines if remove_unused_entry(engine.path)]
     remove_unshared_files()
     return removed
 
 
-def _is_entry(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".")
+def _entries() -> list[Path]:
+    """Directories of complete engines."""
+    directory = cache_dir() / "engines"
+    found = directory.iterdir() if directory.is_dir() else ()
+    return [path for path in found if path.is_dir() and not path.name.startswith(".")]

@@ -1,14 +1,10 @@
-"""Python's garbage collector in a process that imports torch: by default it looks through all imported objects and
-frees none.
-"""
+"""Python's garbage collector: it looks through all that torch imports, and frees none of it."""
 
 import atexit
 import gc
 
 
 def collect_rarely() -> None:
-    """Make collections rare. Call this before torch is imported: with Python's own thresholds, collections take a sixth
-    of the import.
-    """
+    """Make collections rare. Before torch is imported: there they take a sixth of the import."""
     gc.set_threshold(50_000, 20, 100)
-    atexit.register(gc.freeze)  # the last collection too, of a process that gives all back anyway
+    atexit.register(gc.freeze)  # spares the last collection: the process gives all its memory back anyway

@@ -1,10 +1,11 @@
 """Control groups of this process: the memory and the cores that they and the machine leave to it."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from runtime.util.machine import allowed_cores
 
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -34,7 +35,9 @@ _UNLIMITED = 1 << 60  # version 1 writes a number near 2^63
 
 
 def free_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
-    """Free memory in bytes. Cached file pages of a group count as free, since they are given up when needed."""
+    """Free memory in bytes: the least that the machine and each group leave. A group's inactive cached file pages count
+    as free, since they are given up when needed.
+    """
     groups = groups_above("memory", root, membership)
     left = (left for version, directory in groups for left in _left_by(directory, *_FILES[version]))
     return min([int(psutil.virtual_memory().available), *left])
@@ -51,17 +54,12 @@ def _left_by(directory: Path, limit: str, usage: str, reclaimable: str) -> Itera
         yield max(most - used + int(stats.get(reclaimable, 0)), 0)
 
 
-def cores() -> set[int]:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def num_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
-    """Number of cores by affinity, or their share of time by control groups: 1.5 for 150 ms in every 100 ms."""
+    """Number of cores by affinity, or by the smallest quota of the control groups, whichever is less. A quota of 150 ms
+    in every 100 ms is 1.5 cores.
+    """
     quotas = (_quota_of(directory) for _, directory in groups_above("cpu", root, membership))
-    return min([float(len(cores())), *(quota for quota in quotas if quota is not None)])
+    return min([float(len(allowed_cores())), *(quota for quota in quotas if quota is not None)])
 
 
 def _quota_of(directory: Path) -> float | None:

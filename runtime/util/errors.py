@@ -44,8 +44,8 @@ def draft_engine_errors() -> Iterator[None]:
 
 @contextmanager
 def errors_about(given: str, made: str) -> Iterator[None]:
-    """Within the block, errors about temporary files name the user's file instead: the file of the same name, if there
-    is one.
+    """Within the block, an error that names a path below `made` names the same path below `given`, the user's directory
+    or file; `given` itself if it has no such file.
     """
 
     def named(match: re.Match[str]) -> str:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from runtime.util.errors import SpecDecError
 
 _MOST_TEXT_BYTES = 1 << 28
-"""Most bytes of a file that is read as a whole; the largest vocabularies and indices have a tenth of it."""
+"""Most bytes of a file that is read as a whole; the largest vocabularies and indices have a tenth of that."""
 _TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _OF_MODELS = (*_TEXTS, ".safetensors", ".gguf")
 _KINDS = {
@@ -97,21 +97,19 @@ def _temporary_sibling(path: Path) -> Iterator[Path]:
 
 
 def remove_left_over(path: Path) -> None:
-    """Remove files that killed processes left beside `path` while they wrote it."""
+    """Remove the hidden directories beside `path` that killed processes left while they wrote it."""
     for left_over in _hidden_siblings(path, "tmp"):
         remove_if_abandoned(left_over)
 
 
 def recover_directory(path: Path) -> None:
-    """Give a directory its name back, if a process was killed between renaming it away and putting another in its
-    place.
-    """
+    """Give a directory its name back, if a process was killed while it replaced the directory."""
     path = path.absolute()
     if path.is_symlink() or path.exists():
         return
     old = _hidden_siblings(path, "old")
     if old and all(_is_abandoned(directory) for directory in _hidden_siblings(path, "tmp")):
-        with contextlib.suppress(OSError):  # another process was faster, or it may not be written here
+        with contextlib.suppress(OSError):  # another process was faster, or this process may not write here
             old[0].rename(path)
 
 
@@ -209,13 +207,13 @@ def new_file(path: Path, *, replace: bool) -> Iterator[Path]:
     path = path.resolve()
     with _temporary_sibling(path) as directory:
         yield directory / path.name
-        (directory / path.name).chmod(0o666 & ~_umask())  # safetensors' files are their writer's own
+        (directory / path.name).chmod(0o666 & ~_umask())  # safetensors gives its files mode 0600
         _give_name(directory / path.name, path)
 
 
 def try_new_file(path: Path) -> None:
-    """OSError unless a file can be made at `path`. It makes none there, so a process that is killed meanwhile leaves
-    nothing.
+    """OSError unless a file can be made at `path`. The file that is tried lies in a hidden sibling, so a process that
+    is killed meanwhile leaves nothing under this name.
     """
     with _temporary_sibling(path.resolve()) as directory:
         (directory / path.name).touch()
@@ -235,9 +233,7 @@ def _umask() -> int:
 
 
 def _hidden_sibling(path: Path, suffix: str) -> Path:
-    """A unique name, chosen before a file of that name exists, so that a killed process leaves no file that cannot be
-    recognised.
-    """
+    """A unique name such as `.engine.0a1b2c3d.tmp`, by which `_hidden_siblings` recognises leftovers."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
 
 
@@ -316,20 +312,17 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     A regular file gets `mode`, less the umask. OSError names `path`, whichever file failed.
     """
     try:
-        _write_file(path, data, mode)
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        final = path.resolve()
+        with _temporary_sibling(final) as directory:
+            written = directory / final.name
+            with open(written, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                file.write(data)
+            _give_name(written, final)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-
-
-def _write_file(path: Path, data: bytes, mode: int) -> None:
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
-        return
-    path = path.resolve()
-    with _temporary_sibling(path) as directory:
-        with open(directory / path.name, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(data)
-        _give_name(directory / path.name, path)
 
 
 class Stamp(NamedTuple):

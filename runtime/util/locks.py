@@ -11,11 +11,11 @@ from logging import ERROR
 from threading import RLock
 from typing import Any
 
-# While transformers makes a model and torch compiles one, parts of both are others for all threads, and modules are
-# found half imported. Two threads would take each other's parts for those to put back. A thread that
-# also takes a file lock takes this one first.
+# While transformers makes a model, or torch compiles a model, they replace functions and defaults for all threads, and
+# put the former ones back at the end. A second thread would put back the first one's replacements, or import half a
+# module. A thread that takes a file lock too takes this lock first.
 MODEL_INIT_LOCK = RLock()
-if hasattr(os, "register_at_fork"):  # a child has no thread that could end what another was making
+if hasattr(os, "register_at_fork"):  # in a fork, the thread that held the lock does not exist and cannot release it
     os.register_at_fork(after_in_child=MODEL_INIT_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 _MAKERS = ("from_pretrained", "_from_config")
@@ -28,7 +28,7 @@ def lock_transformers() -> None:
 
     During a `from_pretrained`, transformers replaces a method of all its models and torch's default dtype. Two calls
     that overlap would restore each other's replacements, and from then on every model with tied embeddings would be
-    incomplete. A call that has begun already is waited for.
+    incomplete. A call that has begun already is waited for, a minute at most.
     """
     from transformers import PreTrainedModel
 

@@ -47,7 +47,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> SpecDecError:
-    """The sentence for such an error, with a hint for the limit that was met."""
+    """The error to show for an error for which `is_out_of_memory` is true, with a hint about the limit that was met."""
     found = next(one for one in _chain(error) if _is_of_memory(one))
     asked = _bytes_asked(found)
     said = "there is not enough memory" + (f" for {_megabytes(asked)} more" if asked else "")
@@ -56,7 +56,7 @@ def out_of_memory(error: BaseException) -> SpecDecError:
     free = free_memory()
     for limit in _LIMITS:
         most, taken = resource.getrlimit(limit.kind)[0], _taken(limit.line)
-        # What was taken when it failed may be free by now.
+        # Memory that was in use when the allocation failed may be free by now.
         if most != resource.RLIM_INFINITY and (taken + asked >= most or free > 2 * asked):
             return _beyond(limit, said, most, taken + asked)
     return SpecDecError(
@@ -66,9 +66,7 @@ def out_of_memory(error: BaseException) -> SpecDecError:
 
 
 def check_address_space() -> None:
-    """SpecDecError if `ulimit -v` leaves less than torch's libraries take: some of them end the process without a
-    message.
-    """
+    """SpecDecError if `ulimit -v` leaves too little for torch: some libraries would end without a message."""
     limit, most = _LIMITS[0], resource.getrlimit(resource.RLIMIT_AS)[0]
     if most != resource.RLIM_INFINITY and most < LEAST_ADDRESSES:
         raise _beyond(limit, "there is not enough memory for torch", most, LEAST_ADDRESSES)

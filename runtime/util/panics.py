@@ -17,7 +17,7 @@ _lock = Lock()
 
 
 class _Held:
-    """The process's state: the threads inside a block, and the two files."""
+    """Number of blocks that threads are in, and descriptors: of real standard error, and of the file in its place."""
 
     is_command = False
     num_blocks = 0
@@ -33,9 +33,7 @@ def hold_panics() -> None:
 
 @contextmanager
 def panics_held() -> Iterator[None]:
-    """Pass on, at the end of the block, the text that was written to standard error in it, except a Rust library's
-    panic.
-    """
+    """Pass on at the block's end what it wrote to standard error, except a Rust library's panic."""
     with _lock:
         is_held = _Held.is_command and (_Held.num_blocks > 0 or _begin())
         _Held.num_blocks += is_held

@@ -31,8 +31,8 @@ _START = "from runtime.engine.rank_worker import main; main()"
 
 
 def paths_of_child() -> str:
-    """PYTHONPATH with this process's paths for imports, Python's own library first: a user's `types.py` beside the
-    script must not replace Python's.
+    """PYTHONPATH with this process's import paths, Python's own library first: a user's `types.py` beside the script
+    must not replace Python's.
     """
     own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     own |= {os.path.join(path, "lib-dynload") for path in own}
@@ -51,8 +51,8 @@ def shared_memory(num_bytes: int) -> int:
 
 
 class Processes:
-    """Processes of ranks 1 to N - 1, which inherit `files`. `on_failure` is called, in a thread of its own, if one
-    ends.
+    """Processes of ranks 1 to N - 1, which inherit `files`. If one of them ends or is stopped, all are killed and
+    `on_failure` is called: in the thread that watches them, or in `wait_until_ready`.
     """
 
     def __init__(self, jobs: list[dict[str, Any]], files: Seq[int], on_failure: Callable[[], None]) -> None:
@@ -91,7 +91,7 @@ class Processes:
             os.close(write)
         self._processes.append(process)
         line = json.dumps(job | {"life": life, "status": write}).encode() + b"\n"
-        with suppress(OSError):  # who has ended already is found out soon
+        with suppress(OSError):  # `_watch` notices a process that has ended already
             assert process.stdin is not None
             process.stdin.write(line)
 
@@ -116,7 +116,7 @@ class Processes:
         self._is_ready = True
 
     def raise_failure(self) -> None:
-        """Raise the reason why the ranks have ended, if they have; the reason may arrive a moment after the end."""
+        """Raise the reason why the ranks have ended, if they have. Waits for it up to 2 s: it may arrive late."""
         end = time.monotonic() + _ENDS_S
         while self.failure is None and time.monotonic() < end and not self._is_closed:
             time.sleep(_LOOKS_S / 10)
@@ -129,7 +129,7 @@ class Processes:
             if self._is_closed:
                 return
             self._is_closed = True
-        os.close(self._life)  # which they wait for
+        os.close(self._life)  # each process ends when this pipe is closed
         end = time.monotonic() + _ENDS_S
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
@@ -153,7 +153,7 @@ class Processes:
                 stopped = process.poll() is None and _is_stopped(process.pid)
                 looks_stopped[process.pid] = looks_stopped[process.pid] + 1 if stopped else 0
                 has_hung = looks_stopped[process.pid] * _LOOKS_S >= _STOPPED_S
-                # Until it is ready, its last words are read by who waits for them.
+                # Until the ranks are ready, `wait_until_ready` reads their last line.
                 if has_hung or (self._is_ready and process.poll() is not None):
                     self._fail(process)
                     return
@@ -239,7 +239,7 @@ def _receive(pipe: Connection) -> list[Done]:
 
 
 def _do_share(pipe: Connection, work: Callable[[Piece], Done], pieces: Seq[Piece]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by who asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks answers Ctrl-C
     threading.Thread(target=_end_with_who_asks, daemon=True).start()
     try:
         pipe.send([work(piece) for piece in pieces])

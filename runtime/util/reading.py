@@ -10,14 +10,14 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular
 
 _MOST_BYTES = 1 << 34
-_BEGINNING = 4096  # bytes by which a file that is no text is known
+_BEGINNING = 4096  # bytes of a file that tell whether it is text
 
 
 def read_utf8(path: Path) -> str:
     """The whole text of a file without its byte order mark. Line ends are kept.
 
-    Raises SpecDecError where the file cannot be read, holds only white space, or is not UTF-8 (naming the
-    line and the byte offset from the start of the file).
+    Raises SpecDecError if the file cannot be read, has more than 16 GiB or only white space, or is not UTF-8 (the error
+    names the line, and the byte's offset from the start of the file).
     """
     check_regular(path, _MOST_BYTES)
     try:
@@ -50,7 +50,7 @@ def has_lines(path: Path) -> bool:
 
 
 def _is_text(line: bytes) -> bool:
-    """True for a line of UTF-8, whose last character may be cut off."""
+    """True for a line of UTF-8 that is not blank; its last character may be cut off."""
     try:
         return bool(codecs.getincrementaldecoder("utf-8")().decode(line).strip())
     except UnicodeDecodeError:
@@ -78,7 +78,7 @@ def read_json_lines(text: str, path: Path) -> Iterator[tuple[int, dict[str, obje
 def parse_json(text: str, path: Path, *, first_line: int = 1) -> object:
     """The value of a JSON text that starts on `first_line` of the file at `path`.
 
-    Raises SpecDecError naming the line and column.
+    Raises SpecDecError, which names the line, and for a syntax error the column.
     """
     try:
         value: object = json.loads(text)

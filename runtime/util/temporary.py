@@ -55,7 +55,7 @@ def _made_in(parent: Path) -> Path:
 
 
 def _remove(directory: Path, process_id: int, lock: ExitStack) -> None:
-    """Remove the directory, unless this process is a fork: it does not own the directory."""
+    """Remove the directory, unless this process is a fork, which does not own it."""
     if os.getpid() == process_id:
         shutil.rmtree(directory, ignore_errors=True)
         lock.close()
@@ -63,9 +63,7 @@ def _remove(directory: Path, process_id: int, lock: ExitStack) -> None:
 
 @contextmanager
 def own_temporary_files() -> Iterator[None]:
-    """Within the block, have compilers, and the loaders of their output, keep their files in a directory of this
-    process.
-    """
+    """Within the block, have compilers, and loaders of their output, use a directory of this process."""
     directory = temporary_dir()
     before = {name: os.environ.get(name) for name in _VARIABLES}
     pythons, tempfile.tempdir = tempfile.tempdir, str(directory)

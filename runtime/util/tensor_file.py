@@ -26,7 +26,7 @@ NUM_BITS = {  # of safetensors' dtypes, in its order
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file: `dtype` is safetensors' name, and its bytes are those from `start` to `end` in the file."""
+    """A tensor in a file: `dtype` is safetensors' name, and bytes `start` to `end` of the file are its values."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """Header of a file; `tensors` are in the order of their bytes."""
+    """Header of a file; `tensors` are in the order in which they lie in the file."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -68,7 +68,9 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def read_metadata(file: BinaryIO) -> dict[str, Any]:
-    """Read a file's metadata, even if it is truncated or its tensors are inconsistent; SafetensorError without one."""
+    """Metadata of a file, even if it is truncated or its tensors are inconsistent. SafetensorError if it has no header
+    of JSON.
+    """
     metadata = _read_json(file)[0].get(_METADATA)
     return metadata if isinstance(metadata, dict) else {}
 

@@ -28,9 +28,7 @@ class Holder(Protocol):
 
     @property
     def asked_s(self) -> float:
-        """Last time at which a step was asked for, in `time.monotonic` seconds; infinity while a thread
-        waits for one.
-        """
+        """Time of the last request for a step, by `time.monotonic`; infinity while a thread waits for a step."""
         ...
 
     def give_back(self) -> None:
@@ -42,7 +40,7 @@ class ThreadTurns:
     """The turns at an engine."""
 
     def __init__(self) -> None:
-        # The thread that holds `_next` is the one to which `_now` goes: who has just had a turn cannot be before it.
+        # `_now` goes to the thread that holds `_next`: a thread that has just had a turn cannot overtake it.
         self._next, self._now = threading.Lock(), threading.RLock()
         self._left: deque[Callable[[], None]] = deque()
         self._holders: list[Holder] = []
@@ -79,9 +77,7 @@ class ThreadTurns:
         return result
 
     def take_with_room(self, work: Callable[[], T | None]) -> T:
-        """Call `take` again and again while `work` returns None, which says that it finds no room beside other
-        generations.
-        """
+        """Repeat `take` while `work` returns None, since it finds no room beside other generations."""
         while (result := self.take(work)) is None:
             time.sleep(_WAIT_S)
         return result
@@ -105,13 +101,11 @@ class ThreadTurns:
         while self._left:
             try:
                 self._left.popleft()()
-            except Exception as error:  # of another thread's generation, which has ended
+            except Exception as error:  # it belongs to another thread's generation, which has ended
                 warnings.warn(f"a generation that was left could not be ended: {error}", SpecDecWarning, stacklevel=2)
 
     def end(self) -> bool:
-        """Take the last turn, after which other threads wait for the process to end; False if another turn does not
-        end.
-        """
+        """Take the last turn: others wait for the process to end. False if a turn does not end within 5 s."""
         self._has_ended = self.is_mine or self._now.acquire(timeout=_LAST_STEP_S)
         return self._has_ended
 

@@ -30,7 +30,7 @@ from runtime.checkpoint.costs import CostModel
 from runtime.core.request import Request, Sequence
 from runtime.llm import LLM
 from runtime.loop.step_costs import measure_host, measure_steps
-from runtime.measure.tuning.search import Cost, Replayer, Search, fixed
+from runtime.measure.tuning.search import Cost, Replayer, Search
 from runtime.proof.receipts import Read, receipt_of
 from runtime.proof.records import Receipt
 from runtime.proof.regress import Compared, Comparison, OldAnswer
@@ -236,7 +236,7 @@ def predicted_and_measured(llm: LLM, traces: Path, threads: int) -> None:
         rows = ({"prompt_ids": one.request.prompt_tokens, "output_ids": one.output_tokens} for one in sequences)
         traces.write_text("".join(json.dumps(row) + "\n" for row in rows))
     costs = CostModel(measure_steps(llm.engine, 4.0), measure_host(llm.engine))
-    search = Search(Replayer(read_traces(traces, llm.tokenizer), 1, Cost(costs, 512)), 10, fixed(), False)
+    search = Search(Replayer(read_traces(traces, llm.tokenizer), 1, Cost(costs, 512)), 10)
     search.run(lambda number=1, note="": None)
     ranked = sorted(search.replayed, key=lambda one: one.rank)
     tried = (search.replayed[0], ranked[0], ranked[len(ranked) // 2])

@@ -277,14 +277,14 @@ NO_INPUT = RUN.replace("--input-text 'The dog' ", "")
 LONG = "x" * 97
 PROMPTS = [
     case(
-        NO_INPUT + f"--input-text {LONG}", 1, "max_input_len", "96", "97", "`--max-input-length`",
-        "`specdec build --max-input-len`", "`--model-dir`", "`--max-seq-len`",
+        NO_INPUT + f"--input-text {LONG}", 1, "max_input_len", "96", "97", "`--max-input-length 96`",
+        "`specdec build --max-input-len 97 --max-seq-len 160`", "`--model-dir`", "`--max-seq-len 160`",
     ),
-    case(NO_INPUT + f"--input-text {LONG * 4}", 1, "256 positions", "388", "`--max-input-length`"),
+    case(NO_INPUT + f"--input-text {LONG * 4}", 1, "256 positions", "388", "`--max-input-length 96`"),
     case(RUN + "--max-output-len 300", 1, "256 positions", "300", "`--max-output-len`"),
     case(
         RUN + "--max-output-len 159", 1, "160", "159",
-        "`--max-output-len`", "`specdec build --max-seq-len`",
+        "`--max-output-len`", "158", "`specdec build --max-seq-len`", "161",
     ),
     case(
         NO_INPUT + "--input-file in.jsonl", 1, "1", "`prompt`", "`prompt_ids`", "`messages`",
@@ -503,6 +503,14 @@ PLACES = [
     case("check receipts.jsonl", 1, "`specdec check receipts.jsonl demo`", damage=file("receipts.jsonl", "{}")),
     case("regress --traces traces.jsonl", 1, "`specdec regress demo`"),
     case("run dmeo a", 1, "dmeo", "`demo`"),
+    case("dmeo a", 2, "`dmeo`", "`specdec run demo`"),
+    case("./modl a", 2, "`./modl`", "`specdec run ./model`"),
+    case("model a", 2, "`model`", "`specdec run model`"),
+    case("rnu model a", 2, "`rnu`", "`run`"),
+    case("run model a --dtype half", 2, "half", "`float16`", "`bfloat16`"),
+    case(CONVERT + "--qformat int4_awq", 2, "int4_awq", "`int4`"),
+    case("run model a --self-draft INT8_SQ", 2, "INT8_SQ", "`int8`"),
+    case("run model a --system-message b", 2, "--system-message"),
     case("run ./modl a", 1, "modl", "`./model`"),
     case(CONVERT.replace(" model", " x.gguf"), 1, "x.gguf"),
     case(CONVERT.replace(" model", " gguf"), 1, "`gguf/m.gguf`", damage=gguf_only),

@@ -1,7 +1,9 @@
 """`--check-lossless`: passes for what is exact, catches what is not, and says where, in `run` and in `summarize`."""
 
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,19 @@ def test_rejection_sampling_is_compared_by_distribution(run_wide: Run, drafters:
     assert check["power"] == 0.99
     assert check["chi_squared"] > 0 and check["degrees_of_freedom"] > 20
     assert "identical_to_no_drafter" not in document["checks"]
+
+
+def test_least_tokens_of_an_output_are_no_fault(
+    run_wide: Run, drafters: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An end id cannot be the first token after a text, and can be the second, where it has a probability."""
+    monkeypatch.setattr("runtime.loop.lossless.check.NUM_DRAWS_PER_PREFIX", (150,))
+    arguments = [*drafters["logits"], *SAMPLING, "--top-k", 3, "--min-tokens", 1, "--json"]
+    counts = Counter(itertools.chain(*ids_of(run_wide(*arguments).document)))
+    ((end_id, _),) = counts.most_common(1)
+    check = lossless_of(json.loads(run_wide(*arguments, "--end-id", end_id, "--check-lossless").stdout))
+    assert check["chi_squared"] is not None and check["p_value"] >= 1e-4
+    assert check["num_tokens"] > check["num_draws"]
 
 
 def test_drafter_that_is_wrong_about_its_distribution_is_caught(

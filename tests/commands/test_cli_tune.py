@@ -150,10 +150,10 @@ def test_where_none_is_recommended_the_gain_in_each_batch_is_said() -> None:
 
 
 def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
-    """The recorded figures are those of `tests/runtime/measure/test_replay.py`'s own count, by `replay`."""
+    """The recorded figures are those of `tests/runtime/measure/test_replay.py`'s own count, by `replay_batches`."""
     from runtime.core.stats import sum_stats
     from runtime.drafters.ngram import NgramLookup
-    from runtime.measure.tuning.replay import replay
+    from runtime.measure.tuning.replay import replay_batches
     from runtime.text.traces import read_traces
 
     arguments = ["--traces", SPEC_BENCH, "--ngram-config", "[10,3,[0]]", "--ngram-ranking", "leftmost"]
@@ -165,7 +165,8 @@ def test_without_an_engine_traces_are_counted(specdec: Specdec) -> None:
     for candidate in document["candidates"]:
         if candidate["drafter"]:
             max_draft_len = candidate["drafter"]["max_draft_len"]
-            expected = replay(read_traces(SPEC_BENCH, None), NgramLookup(3, ranking="leftmost"), max_draft_len)
+            lookup = NgramLookup(3, ranking="leftmost")
+            expected = replay_batches(read_traces(SPEC_BENCH, None), lookup, max_draft_len).stats
             assert candidate["total"] == sum_stats(expected).counts(max_draft_len)
     shown = specdec("tune", *arguments).stdout
     assert f"{document['candidates'][0]['total']['tokens_per_step']:.3f}" in shown

@@ -79,12 +79,14 @@ def test_a_machine_that_gets_slower_slows_target_and_draft_model_alike(
     assert after.draft_s < 1000 * before.draft_s and after.seconds < 1000 * before.seconds
 
 
-def test_errors_are_one_sentence(specdec: Specdec, llama_engine_dir: Path) -> None:
+def test_errors_are_one_sentence(specdec: Specdec, llama_engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_one_clear_error(specdec("drafters"), 2, ("no model is given",))
     assert_one_clear_error(specdec("drafters", llama_engine_dir), 2, ("this is an engine", str(llama_engine_dir)))
     traces = ["--traces", "t.jsonl", "--input-text", "a"]
     assert_one_clear_error(specdec("drafters", "demo", *traces), 2, ("--traces", "t.jsonl"))
     assert_one_clear_error(specdec("drafters", "demo", "--model-dir", "demo"), 2, ("two models are given",))
+    monkeypatch.setenv("SPECDEC_MODEL_DIR", "demo")  # gives way to the word
+    assert_one_clear_error(specdec("drafters", "./none"), 1, ("./none",))
 
 
 def test_the_table_of_families() -> None:

@@ -32,7 +32,7 @@ from runtime.engine.engine import KVCacheConfig
 from runtime.loop import orchestrator, scheduler
 from runtime.loop.opening import OpenDrafter
 from runtime.loop.scheduler import Scheduler
-from runtime.loop.serving import Progress, RequestHandle, ServeRequest, ServingLoop, StepFailed
+from runtime.loop.serving import LoopLimits, Progress, RequestHandle, ServeRequest, ServingLoop, StepFailed
 from runtime.loop.session import Session
 from runtime.loop.step import judge
 from runtime.util.errors import RequestError, SpecDecError
@@ -469,7 +469,7 @@ def test_run_without_the_drafter_begins_cold_and_takes_no_time_in_a_draft_model(
 @contextmanager
 def serving(engine: CheckedEngine, drafter: Drafter | None = None, max_queue_len: int = 100) -> Iterator[ServingLoop]:
     opened = OpenDrafter(drafter, MAX_DRAFT_LEN) if drafter else None
-    loop = ServingLoop(Session(engine, "leader", opened=opened), max_queue_len, lambda answers: None)
+    loop = ServingLoop(Session(engine, "leader", opened=opened), LoopLimits(max_queue_len), lambda answers: None)
     loop.start()
     try:
         yield loop
@@ -554,7 +554,7 @@ def test_queue_holds_as_many_as_it_says() -> None:
     def ask(number: int) -> list[ServeRequest]:
         return [ServeRequest(Request(next(ids), (1, 2), 3)) for _ in range(number)]
 
-    loop = ServingLoop(Session(engine, "leader"), 3, lambda answers: None)  # which has not begun
+    loop = ServingLoop(Session(engine, "leader"), LoopLimits(3), lambda answers: None)  # which has not begun
     assert loop.capacity == 5
     loop.submit(ask(4))
     with pytest.raises(SpecDecError, match="queue is full"):

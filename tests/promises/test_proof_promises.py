@@ -37,6 +37,8 @@ from runtime.proof.check import Checker
 from runtime.proof.fingerprint import fingerprint_of
 from runtime.proof.receipts import Read, read_receipts, read_row, receipt_of
 from runtime.proof.records import Finding, Receipt, differences, relation_of
+from runtime.proof.regress import read_old_answers
+from runtime.text.trace_lines import Trace
 from runtime.util import thread_turns
 from runtime.util.errors import RequestError
 from scripts.campaigns.oracle import CheckedEngine, ExactModel, has_ended
@@ -302,6 +304,9 @@ def test_a_bad_line_is_a_sentence_and_the_others_are_checked(tmp_path: Path) -> 
     for said, finding in zip(bad, findings[1::2], strict=True):
         assert not finding.passed and finding.reason is not None and said in finding.reason, (said, finding)
         assert finding.where in finding.reason and finding.reason.isprintable() and len(finding.reason) < 300
+    old = list(read_old_answers(path, lambda row, where: Trace((), ())))
+    assert [one.where for one in old] == [one.where for one in findings]
+    assert {one.receipt for one in old[::2]} == {read_row(rows[0], "", {}).receipt}
 
 
 def test_receipts_of_digests_are_checked_with_ids_from_elsewhere() -> None:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import specdec_cli
 from runtime.builder.profile import Figures, Profile, ProfileEngine, engine_digest, write_profile
 from runtime.drafters.speculation import Speculation
+from runtime.drafters.speculative_config import speculation_of_config
 from specdec_cli import (
     LLM,
     AnswerDrafter,
@@ -299,6 +300,11 @@ NO_CONFIGS = {
     "a key for another": {"method": "suffix", "prompt_lookup_max": 3},
     "a number as text": {"method": "suffix", "num_speculative_tokens": "3"},
 }
+
+
+def test_a_length_with_auto_is_that_of_every_drafter() -> None:
+    config = {"method": "auto", "model": "demo-head", "num_speculative_tokens": 2}
+    assert [one.max_draft_len for one in speculation_of_config(config, "demo")] == [2, 2]
 
 
 @pytest.mark.parametrize("case", CONFIGS)

@@ -20,7 +20,7 @@ from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.opened import OpenDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
-from runtime.loop.serving import QueueFull, RequestHandle, ServeRequest, ServingLoop, StepFailed, Stopping
+from runtime.loop.serving import LoopLimits, QueueFull, RequestHandle, ServeRequest, ServingLoop, StepFailed, Stopping
 from runtime.loop.session import Session
 from runtime.util.errors import SpecDecError
 
@@ -48,7 +48,7 @@ def engine(llama_engine_dir: Path) -> Iterator[Engine]:
 @contextmanager
 def running(engine: Engine, drafter: Drafter | None = None, max_queue_len: int = 100) -> Iterator[ServingLoop]:
     opened = OpenDrafter(drafter, 4) if drafter else None
-    loop = ServingLoop(Session(engine, "leader", opened=opened), max_queue_len, Watch())
+    loop = ServingLoop(Session(engine, "leader", opened=opened), LoopLimits(max_queue_len), Watch())
     loop.start()
     try:
         yield loop

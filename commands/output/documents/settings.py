@@ -71,7 +71,7 @@ def _chosen_record(spec: type[DrafterSpec]) -> Any:
     fields, settings = _fields_of(spec), spec.settings()
     types = {settings[name].key or name: kind for name, kind in fields.items()} | {"device_ids": DeviceIds}
     types = with_first_devices(types, lambda _: Count)
-    # Without its lists of devices it is a document's of before models were split.
+    # Documents from before models could be split have no lists of devices.
     split = {key: (kind, absent("one for each rank")) for key, kind in types.items() if key.endswith("device_ids")}
     return create_model(f"Chosen{spec.__name__}", __base__=Record, **_described(spec, types) | split)
 

@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from commands.output.output import number, percent
+from commands.output.output import Output, number, percent
 from runtime.util.files import write_file
 
 _WIDTH, _HEIGHT = 360, 168
@@ -30,9 +30,10 @@ changes the rate by 5 %.
 """
 
 
-def write_page(path: Path, html: str) -> None:
-    """Write the page; a kill leaves no half-written file."""
+def write_page(path: Path, html: str, output: Output) -> None:
+    """Write the page, and say so. A kill leaves no half-written file."""
     write_file(path, html.encode(errors="replace"))
+    output.result(f"report written: {path}")
 
 
 def model_name(engine: Mapping[str, Any]) -> str:

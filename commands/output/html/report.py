@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from commands.output.html.page import Column, area_chart, column_chart, page, positions_chart, with_bits, write_page
+from commands.output.html.page import Column, area_chart, column_chart, page, positions_chart, with_bits
 from commands.output.output import number, percent
 from runtime.drafters.specs import DRAFTERS
 from runtime.loop.lossless.results import SYSTEM_TITLES
@@ -31,10 +31,6 @@ _PROMPT_START, _PROMPT_END = 3000, 1000  # characters shown of a long prompt
 
 Pieces = list[Piece] | None
 """An output's tokens; None for an output of Hugging Face's, whose steps are not counted."""
-
-
-def write_report(path: Path, document: dict[str, Any], outputs: Seq[Pieces]) -> None:
-    write_page(path, html_report(document, outputs))
 
 
 def html_report(document: dict[str, Any], outputs: Seq[Pieces]) -> str:

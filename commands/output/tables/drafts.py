@@ -30,8 +30,8 @@ _MAX_RANGES = 16
 
 
 def show_details(total: Total, steps: Seq[Seq[int]], output: Output) -> None:
-    """Print three tables with bars. `total` is from the document; `steps` has the tokens of each step of
-    each request.
+    """Print three tables with bars, or one if nothing was drafted. `total` is from the document; `steps` has the tokens
+    of each step of each request.
     """
     if total.num_spec_steps:
         output.result(_histogram_table(total))

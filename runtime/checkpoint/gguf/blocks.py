@@ -1,7 +1,7 @@
 """Quantized tensors of a GGUF file as our quantized weights: the same numbers, with blocks taken apart into integers
 and scales.
 
-`ggml-common.h` of llama.cpp defines the blocks; the `gguf` package reads the same.
+llama.cpp's `ggml-common.h` defines the blocks; the `gguf` package reads the same numbers from them.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runtime.checkpoint.gguf.config import experts_alternate, name_of, rows_of, shift_of
 from runtime.checkpoint.gguf.families import EXPERTS, SHARED_EXPERT_GATE
-from runtime.checkpoint.gguf.reader import ORIGINAL, BlockType, GGUFTensor, read_gguf
+from runtime.checkpoint.gguf.reader import ORIGINAL, BlockType, GGUFTensor, damaged, read_gguf
 from runtime.checkpoint.gguf.ropes import LONGROPE, ROPE_FACTORS
 from runtime.checkpoint.quant.mxfp4 import E2M1_TWICE, half_powers
 from runtime.checkpoint.quant.planning import PrequantizedLayer
@@ -31,13 +31,14 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 
 
 def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """The quantized weights, and the plain tensors, under the model's own names. Quantized embeddings are among the
-    quantized weights. A quantized tensor that belongs to no linear layer is dequantized.
+    """The quantized matrices by their layers' names, embeddings among them, and all other tensors, by Hugging Face's
+    names. Experts are single tensors of a layer. SpecDecError for a tensor that the model does not have, or that does
+    not fit.
     """
     layers, floats, experts = {}, [], dict[str, dict[str, tuple[BlockType, SourceTensor]]]()
     for tensor in read_gguf(path).tensors.values():
         if tensor.name in (ROPE_FACTORS, *LONGROPE):
-            continue  # the config has them
+            continue  # the config has their numbers
         name, rows, shift = name_of(tensor, config, path), rows_of(tensor, config), shift_of(tensor, config)
         source = replace(_source(tensor), name=name, rows=rows, shift=shift)
         if name.endswith(f"{SHARED_EXPERT_GATE}.weight"):
@@ -64,8 +65,8 @@ def read_gguf_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Pre
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """Quantized weights of all experts of a layer, from tensors that are stacked by outputs in each expert: the gates
-    and the up-projections. With `alternate`, gates and up-projections alternate and each matrix is [inputs, outputs].
+    """The weights of all experts of a layer from one tensor, or from the gates' and the up-projections', whose outputs
+    follow each other in each expert. With `alternate` they alternate, and each expert's matrix is [inputs, outputs].
     """
 
     kinds: tuple[BlockType, ...]
@@ -77,7 +78,7 @@ class ExpertBlocks:
         return len(set(self.kinds)) == 1 and self.kinds[0].name not in _FLOATS
 
     def read(self, parts: dict[str, Tensor]) -> QuantizedWeight:
-        """The weights of all experts, [experts x outputs, inputs], from the tensors of gates and up-projections."""
+        """The weights of all experts as one weight [experts x outputs, inputs], if `can_be_kept`."""
         weights = [read_blocks(self.kinds[0], {_BLOCKS: part.flatten(0, 1)}) for part in parts.values()]
         by_expert = 0, (next(iter(parts.values())).shape[0], -1)
         rows = {
@@ -87,7 +88,9 @@ class ExpertBlocks:
         return replace(weights[0], **rows)
 
     def __call__(self, *parts: Tensor) -> Tensor:
-        """The numbers [experts, outputs, inputs], or for biases [experts, outputs]; quantized ones as bfloat16."""
+        """The numbers [experts, outputs, inputs], with `alternate` [experts, inputs, outputs], or a bias's [experts,
+        outputs]. Numbers of blocks become bfloat16.
+        """
         numbers = self._joined([_numbers(kind, part) for kind, part in zip(self.kinds, parts, strict=True)])
         return numbers.mT.contiguous() if self.alternate and numbers.dim() == 3 else numbers
 
@@ -103,12 +106,12 @@ def _numbers(kind: BlockType, part: Tensor) -> Tensor:
 
 
 def _num_numbers(kind: BlockType, stored: int) -> int:
-    """Number of numbers in a row, stored as numbers or as bytes."""
+    """Length of a row of `stored` numbers, or, for blocks, of `stored` bytes."""
     return stored if kind.name in _FLOATS else stored // kind.num_bytes * kind.num_numbers
 
 
 def _experts(name: str, parts: list[tuple[BlockType, SourceTensor]], path: Path, *, alternate: bool) -> SourceTensor:
-    """The experts as one parameter of the model; SpecDecError if their tensors do not fit each other."""
+    """The experts' parameter `name`; SpecDecError if the tensors that it consists of do not fit each other."""
     kinds, sources = tuple(kind for kind, _ in parts), tuple(source for _, source in parts)
     num_dims = 2 if name.endswith("_bias") else 3
     shapes = [
@@ -118,10 +121,7 @@ def _experts(name: str, parts: list[tuple[BlockType, SourceTensor]], path: Path,
     ]
     forms = {(shape[0], *shape[2:]) for shape in shapes} | ({shape[1] for shape in shapes} if alternate else set())
     if len(shapes) != len(parts) or len(forms) != (2 if alternate else 1):
-        raise SpecDecError(
-            f"the tensors of `{name}` do not fit each other: {[list(one.shape) for one in sources]}: {path}",
-            hint="download it again",
-        )
+        raise damaged(f"the tensors of `{name}` do not fit each other: {[list(one.shape) for one in sources]}: {path}")
     outputs = sum(shape[1] for shape in shapes)
     shape = (shapes[0][0], outputs, *shapes[0][2:])
     if alternate and num_dims == 3:
@@ -133,7 +133,7 @@ def _experts(name: str, parts: list[tuple[BlockType, SourceTensor]], path: Path,
 
 
 def _source(tensor: GGUFTensor) -> SourceTensor:
-    """Describe a tensor as it is stored in the file: as numbers, or as the bytes of blocks."""
+    """The tensor as the file has it: numbers, or the bytes of blocks."""
     shape, dtype = tensor.shape, _FLOATS.get(tensor.type.name)
     if dtype is None:
         shape = (*shape[:-1], shape[-1] // tensor.type.num_numbers * tensor.type.num_bytes)
@@ -142,16 +142,14 @@ def _source(tensor: GGUFTensor) -> SourceTensor:
 
 
 def read_blocks(kind: BlockType, parts: dict[str, Tensor]) -> QuantizedWeight:
-    """Weight from the bytes of blocks, uint8 [outputs, bytes]."""
+    """The weight from the bytes of blocks, uint8 [outputs, bytes]."""
     data = parts[_BLOCKS]
     return _form(kind, tuple(data.shape)) if data.is_meta else _read(kind, data)
 
 
 @lru_cache(maxsize=64)
 def _form(kind: BlockType, shape: tuple[int, int]) -> QuantizedWeight:
-    """A weight's form without its values. It is cached: a file has hundreds of weights of a few forms, and each form
-    takes a millisecond.
-    """
+    """The weight without values. Cached: a file has hundreds of weights of few shapes, and each takes a millisecond."""
     return _read(kind, torch.empty(shape, dtype=torch.uint8, device="meta"))
 
 
@@ -160,7 +158,7 @@ def _read(kind: BlockType, data: Tensor) -> QuantizedWeight:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The two bytes from `start` of each block, as float16 [rows, blocks]."""
+    """The two bytes of each block from `start` on, as float16 [rows, blocks]."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0]
 
 
@@ -170,7 +168,7 @@ def _nibbles(data: Tensor) -> Tensor:
 
 
 def _few(counts: Tensor, scales: Tensor, offsets: Tensor | None = None) -> QuantizedWeight:
-    """Build a 4-bit weight from codes 0 to 15, [rows, groups, group_size]."""
+    """A 4-bit weight from codes 0 to 15, [rows, groups, group_size]."""
     values = pack_int4(signed(counts.flatten(1), 4))
     return QuantizedWeight(values, scales.contiguous(), offsets=None if offsets is None else offsets.contiguous())
 
@@ -188,9 +186,7 @@ def _q4_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _of_5_bits(blocks: Tensor, start: int) -> Tensor:
-    """Codes 0 to 31, [rows, blocks, 32]: four bytes from `start` hold the highest bits, the bytes after them the other
-    bits.
-    """
+    """Codes 0 to 31, [rows, blocks, 32]: four bytes from `start` on hold the highest bits, the next the others."""
     high = blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1
     return _nibbles(blocks[..., start + 4 :]) | high.flatten(-2) << 4
 
@@ -205,9 +201,7 @@ def _q5_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of Q4_K and Q5_K, float32 [rows, 8 x blocks] each: the 12 bytes from the fourth on hold 16
-    numbers of 6 bits.
-    """
+    """Scales and minima of Q4_K and Q5_K, float32 [rows, 8 x blocks]: 6 bits each, in bytes 4 to 15 of a block."""
     low, minimum, both = torch.unflatten(blocks[..., 4:16], -1, (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=-1)
     minima = torch.cat((minimum & 63, both >> 4 | minimum >> 2 & 48), dim=-1)
@@ -216,14 +210,14 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_pairs(data: Tensor) -> Tensor:
-    """Codes in [rows, groups of 32]: the lower halves of 32 bytes are one group, the upper halves the next."""
+    """Codes [rows, blocks, 8, 32] from bytes [rows, blocks, 128]: the lower halves of 32, then the upper halves."""
     halves = _nibbles(torch.unflatten(data, -1, (-1, 32)))
     return torch.unflatten(halves, -1, (2, 32)).flatten(-3, -2)
 
 
 def _q4_k(blocks: Tensor) -> QuantizedWeight:
     scales, minima = _scales_and_minima(blocks)
-    return _few(_by_pairs(blocks[..., 16:]).flatten(1), scales, -minima)
+    return _few(_by_pairs(blocks[..., 16:]), scales, -minima)
 
 
 def _q5_k(blocks: Tensor) -> QuantizedWeight:
@@ -235,9 +229,7 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _by_shifts(data: Tensor) -> Tensor:
-    """Codes in [rows, groups of 16]: of 32 bytes the lowest 2 bits are two groups, the next 2 bits the next two
-    groups.
-    """
+    """Codes [rows, groups, 16] from bytes [rows, blocks, 64]: 2 bits of 32 bytes, from the lowest, are two groups."""
     counts = torch.unflatten(data, -1, (-1, 1, 32)) >> _shifts(data, 0, 2, 4, 6) & 3
     return torch.unflatten(counts.flatten(-3), -1, (-1, 16)).flatten(1, 2)
 
@@ -249,8 +241,8 @@ def _q2_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _q3_k(blocks: Tensor) -> QuantizedWeight:
-    """Codes of 3 bits, the highest in the first 32 bytes; scales of 6 bits, the highest two in the last 4 of 12
-    bytes.
+    """Codes of 3 bits, whose highest bits are in the first 32 bytes; scales of 6 bits in bytes 96 to 107, the highest 2
+    bits of each in the last four.
     """
     low, high = blocks[..., 96:104], blocks[..., 104:108]
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
@@ -263,7 +255,7 @@ def _q3_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _by_book(codes: Tensor, scales: Tensor, book: tuple[int, ...]) -> QuantizedWeight:
-    """Build a weight from codes into a code book, [rows, groups, group_size]."""
+    """A weight of codes [rows, groups, group_size] that stand for numbers in `book`."""
     numbers = torch.tensor(book, dtype=torch.int8, device=codes.device)
     return QuantizedWeight(pack_int4(signed(codes.flatten(1), 4)), scales.contiguous(), book=numbers)
 
@@ -273,9 +265,7 @@ def _iq4_nl(blocks: Tensor) -> QuantizedWeight:
 
 
 def _iq4_xs(blocks: Tensor) -> QuantizedWeight:
-    """Scales of 6 bits, one for 32 numbers: two bytes hold the highest 2 bits of each, the next four bytes the other
-    bits.
-    """
+    """Scales of 6 bits for 32 numbers each: the highest 2 bits in bytes 2 and 3, the others in the next four."""
     high = (blocks[..., 2:4, None] >> _shifts(blocks, 0, 2, 4, 6)[:, 0] & 3).flatten(-2)
     low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=-1).flatten(-2)
     scales = _half(blocks, 0).float()[..., None] * ((low | high << 4).to(torch.int8) - 32).float()

@@ -1,6 +1,6 @@
 """Translates a GGUF file's metadata into Hugging Face's terms: the config, the names of weights, the order of rows.
 
-Every key about the model is either used, or known to change nothing at its value, or refused by name.
+Every key about the model is used, or is known to change nothing at its value, or is refused by name.
 """
 
 import warnings
@@ -28,7 +28,7 @@ from runtime.checkpoint.gguf.metadata import (
     WIDTHS,
     Metadata,
 )
-from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFTensor, read_gguf
+from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFTensor, damaged, read_gguf
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 _USED = frozenset({
@@ -38,7 +38,7 @@ _USED = frozenset({
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 })  # fmt: skip
 _NOTES = {"tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
-"""Keys that llama.cpp stores but does not compute with, for the rope types supported here."""
+"""Keys that change nothing, or, like the original context length, are read where they do."""
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True, "attention.clamp_kqv": 0, "attention.max_alibi_bias": 0, "attention.scale": 0,
     "attention.sliding_window": 0, "attn_logit_softcapping": 0, "embedding_scale": 1, "expert_count": 0,
@@ -46,12 +46,11 @@ _NEUTRAL: Mapping[str, Any] = {
     "pooling_type": 0, "residual_scale": 1, "rope.scaling.attn_factor": 1, "use_parallel_residual": False,
     "rope.scaling.yarn_attn_factor": 1, "rope.scaling.yarn_ext_factor": 1,
 }  # fmt: skip
-"""The values at which other keys change nothing."""
-_TOKENS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
+"""Further keys, each with the value at which it changes nothing."""
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """The Hugging Face config for this metadata; SpecDecError for an unsupported family or an unknown key."""
+    """The Hugging Face config. SpecDecError for an unsupported family or key, or values that contradict tensors."""
     header = read_gguf(path)
     if header.architecture not in FAMILIES:
         read = ", ".join(f"`{name}`" for name in FAMILIES)
@@ -82,8 +81,8 @@ def config_of(path: Path) -> dict[str, Any]:
         "rms_norm_eps": model.get("attention.layer_norm_rms_epsilon"),
         "vocab_size": num_ids,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": None,
-        "pad_token_id": None,  # or it were that of the family's first model, in another vocabulary
+        "bos_token_id": token_id(header.metadata, "bos_token_id"),
+        "pad_token_id": token_id(header.metadata, "padding_token_id"),  # None replaces another vocabulary's default
     }
     config |= {"hidden_act": "silu", "rope_parameters": family.rope(model)}
     if family.is_partial:
@@ -97,16 +96,13 @@ def config_of(path: Path) -> dict[str, Any]:
         for key in ("feed_forward_length", "attention.head_count_kv"):
             if len(set(model.by_layer(key, 0))) > 1:
                 model.refuse(key)
-    for key, name in _TOKENS.items():
-        if (token := token_id(header.metadata, name)) is not None:
-            config[key] = token
     if end_ids := end_ids_of(header.metadata):
         config["eos_token_id"] = end_ids
     return config
 
 
 def _check_keys(model: Metadata, used: frozenset[str]) -> None:
-    """Raise SpecDecError for a key about the model that is unknown, or whose value would change the logits."""
+    """SpecDecError for a key about the model that is unknown, or has a value that would change the logits."""
     for name, value in model.header.metadata.items():
         space, _, key = name.partition(".")
         if space != model.header.architecture or key in used or key in _NOTES:
@@ -116,24 +112,21 @@ def _check_keys(model: Metadata, used: frozenset[str]) -> None:
 
 
 def _check_num_blocks(model: Metadata) -> None:
-    """SpecDecError if there are no layers, or tensors of a layer beyond the number in the metadata."""
+    """SpecDecError for a number of layers below 1, above the number of tensors, or that a tensor's layer exceeds."""
     if (num_blocks := model.get("block_count")) < 1:
         model.refuse("block_count")
+    said = f"`{model.header.architecture}.block_count` is {num_blocks}"
     if num_blocks > (num_tensors := len(model.header.tensors)):
-        raise SpecDecError(
-            f"metadata and tensors belong to two models, `{model.header.architecture}.block_count` is {num_blocks}, "
-            f"and there are {num_tensors} tensors: {model.path}",
-            hint="download it again",
-        )
+        raise _of_two_models(model, f"{said}, and there are {num_tensors} tensors")
     for name in model.header.tensors:
         space, _, rest = name.partition(".")
         number = rest.partition(".")[0]
         if space == "blk" and number.isdigit() and int(number) >= num_blocks:
-            raise SpecDecError(
-                f"metadata and tensors belong to two models, `{model.header.architecture}.block_count` is "
-                f"{num_blocks}, and there is a tensor `{name}`: {model.path}",
-                hint="download it again",
-            )
+            raise _of_two_models(model, f"{said}, and there is a tensor `{name}`")
+
+
+def _of_two_models(model: Metadata, said: str) -> SpecDecError:
+    return damaged(f"metadata and tensors belong to two models, {said}: {model.path}")
 
 
 def _check_sizes(model: Metadata) -> None:
@@ -171,11 +164,8 @@ def _check_size(model: Metadata, name: str, axis: int, size: int, *keys: str) ->
     if tensor is None or axis >= len(tensor.shape) or tensor.shape[axis] == size:
         return
     wanted = [*tensor.shape[:axis], size, *tensor.shape[axis + 1 :]]
-    raise SpecDecError(
-        f"metadata and tensors belong to two models, `{tensor.name}` is {list(tensor.shape)}, and should be {wanted} "
-        f"by {model.said(*keys)}: {model.path}",
-        hint="download it again",
-    )
+    said = f"`{tensor.name}` is {list(tensor.shape)}, and should be {wanted} by {model.said(*keys)}"
+    raise _of_two_models(model, said)
 
 
 _WHOLE = {
@@ -186,7 +176,7 @@ _WHOLE = {
 
 
 def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
-    """Name of the tensor in Hugging Face's models."""
+    """Name of the tensor in Hugging Face's model; SpecDecError for a tensor that the model does not have."""
     layer, _, part = tensor.name.rpartition(".")
     if layer in _WHOLE:
         return f"{_WHOLE[layer]}.{part}"
@@ -204,17 +194,15 @@ def name_of(tensor: GGUFTensor, config: Mapping[str, Any], path: Path) -> str:
 
 
 def experts_alternate(config: Mapping[str, Any]) -> bool:
-    """True if gates and up-projections alternate in an expert's outputs and its matrices are [inputs, outputs]
-    (gpt-oss).
-    """
+    """True if an expert's gates and up-projections alternate and its matrix is [inputs, outputs] (gpt-oss)."""
     return family_of(config).alternates
 
 
 def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Row of the file that each row comes from, for queries and keys that llama.cpp reorders; None: the
-    same row.
+    """Rows in the file of a query's or key's matrix that llama.cpp reorders, one for each row in the model; None if the
+    order is the same.
 
-    With two heads of 4 rows, the file has rows 0, 1, 2, 3 of a head in the order 0, 2, 1, 3: (0, 2, 1, 3, 4, ...).
+    With two heads of 4 rows: (0, 2, 1, 3, 4, 6, 5, 7), so row 1 is row 2 in the file.
     """
     kind = tensor.name.split(".")[-2]
     if not family_of(config).is_interleaved or kind not in ("attn_q", "attn_k"):
@@ -225,22 +213,18 @@ def rows_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> tuple[int, ...] | 
 
 
 def shift_of(tensor: GGUFTensor, config: Mapping[str, Any]) -> float:
-    """Number to add to a tensor's numbers."""
+    """Number to add to each number of the tensor: the family's `shift` for norms, else 0."""
     return family_of(config).shift if tensor.name.endswith("norm.weight") else 0.0
 
 
 _SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
+}  # fmt: skip
 
 
 def generation_config_of(path: Path) -> dict[str, Any]:
-    """Read the model's generation_config.json as stored by llama.cpp's converter (`general.sampling.*`)."""
+    """The model's generation_config.json, as llama.cpp's converter stores it under `general.sampling.*`."""
     metadata = read_gguf(path).metadata
     found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-    # Numbers of 32 bits, by the digits that were written.
+    # The file has 32-bit numbers: 0.6 was written, and 0.6000000238 is read.
     return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items() if v is not None}

@@ -1,14 +1,13 @@
 """The tokens that end an answer of a GGUF file's model, by llama.cpp's rules (`src/llama-vocab.cpp`).
 
-A file names one end token, or a few. llama.cpp knows others by their text, and so does this module. One rule is ours: a
-`</s>` that is plain text in the file (Qwen's, Gemma's) is an HTML tag and does not end an answer.
+A file names one end token, or a few. llama.cpp knows further end tokens by their texts, and so does this module. One
+rule is ours: a `</s>` that is plain text in the file (Qwen's, Gemma's) is an HTML tag and does not end an answer.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.checkpoint.gguf.reader import TOKENIZER
-from runtime.util.errors import SpecDecError
+from runtime.checkpoint.gguf.reader import TOKENIZER, damaged
 
 NORMAL, USER_DEFINED = 1, 4  # of `tokenizer.ggml.token_type`
 ENDS = frozenset({
@@ -30,14 +29,14 @@ _CODE_MARKS = frozenset({
     "▁<MID>", "<|code_middle|>", "<|middle|>",
 })  # fmt: skip
 MARKS = ENDS.union(_CODE_MARKS, *_CODE_ENDS.values())
-"""Texts of tokens that are looked for in a text before it is split, whatever type the file gives them."""
+"""Texts of tokens that are found in a text before it is split, whatever types the file gives the tokens."""
 
 
 def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
-    """The ids that end an answer: the ids that the file names, and tokens known by their texts. SpecDecError if a named
-    id is not a number.
+    """The ids that end an answer: ids that the file names, and ids of tokens known by their texts. SpecDecError for a
+    value of another type.
     """
-    tokens, types = metadata.get(f"{TOKENIZER}tokens", []), metadata.get(f"{TOKENIZER}token_type", [])
+    tokens, types = _list(metadata, "tokens"), _list(metadata, "token_type")
     named = {i for name in ("eos", "eot", "eom") if (i := token_id(metadata, f"{name}_token_id")) is not None}
     texts = set(ENDS)
     for key, of_key in _CODE_ENDS.items():
@@ -50,8 +49,15 @@ def end_ids_of(metadata: Mapping[str, Any]) -> list[int]:
     return sorted(i for i in ends if not 0 <= i < len(tokens) or not _goes_on_after(tokens[i], found))
 
 
+def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
+    found = metadata.get(f"{TOKENIZER}{name}", [])
+    if not isinstance(found, list):
+        raise damaged(f"`{TOKENIZER}{name}` has a value that is not a list: {found!r:.60}")
+    return found
+
+
 def _is_html(token: str, token_type: list[int]) -> bool:
-    """True if `</s>` is plain text: Qwen's vocabulary has it among its words, Gemma's among its HTML tags."""
+    """True for a `</s>` that is plain text: Qwen's vocabulary has it among its words, Gemma's among its HTML tags."""
     return token == "</s>" and token_type in ([NORMAL], [USER_DEFINED])
 
 
@@ -70,5 +76,5 @@ def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     """The id under `tokenizer.ggml.<name>`, or None; SpecDecError if it is not a number."""
     token = metadata.get(f"{TOKENIZER}{name}")
     if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
-        raise SpecDecError(f"`{TOKENIZER}{name}` has a value that is not a number: {token!r}", hint="download it again")
+        raise damaged(f"`{TOKENIZER}{name}` has a value that is not a number: {token!r}")
     return token

@@ -1,12 +1,12 @@
-"""Families of models as llama.cpp stores them: each family's config and names of tensors."""
+"""Families of models as llama.cpp stores them: the config of each, and its names of tensors."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.checkpoint.gguf.metadata import WIDTHS, Metadata
-from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFHeader
+from runtime.checkpoint.gguf.reader import GGUFHeader, damaged
 from runtime.checkpoint.gguf.ropes import (
     ATTENTION_FACTOR,
     LONG,
@@ -15,21 +15,24 @@ from runtime.checkpoint.gguf.ropes import (
     ROPE_FACTORS,
     SHORT,
     numbers_of,
+    own_factors,
     rope_of,
 )
-from runtime.util.errors import SpecDecError
 
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10000.0
-_LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # whose attention has a scale of its own
+_LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # these two models have another scale of attention
 
 
 def _of_llama(model: Metadata) -> dict[str, Any]:
-    tensors = model.header.tensors
-    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    return _attention_bias(model) | {"mlp_bias": "blk.0.ffn_up.bias" in model.header.tensors}
+
+
+def _attention_bias(model: Metadata) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in model.header.tensors}
 
 
 def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
-    """Every layer has experts; the weights of a token's experts are normalized over the chosen experts."""
+    """Every layer has experts; weights of a token's chosen experts add up to 1."""
     return {
         "num_experts": model.get("expert_count"),
         "num_experts_per_tok": model.get("expert_used_count"),
@@ -41,7 +44,7 @@ def _of_qwen3_moe(model: Metadata) -> dict[str, Any]:
 
 
 def _of_qwen2_moe(model: Metadata) -> dict[str, Any]:
-    """Besides the chosen experts, one expert computes every token; weights are normalized over all experts."""
+    """A shared expert computes every token too. Weights of all experts, not of the chosen experts, add up to 1."""
     shared = model.get("expert_shared_feed_forward_length")
     return _of_qwen3_moe(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
 
@@ -54,24 +57,30 @@ def _of_mixtral(model: Metadata) -> dict[str, Any]:
     }
 
 
+def _types_of(have_windows: Iterable[bool]) -> list[str]:
+    return ["sliding_attention" if has_window else "full_attention" for has_window in have_windows]
+
+
+def _alternating(model: Metadata) -> list[str]:
+    """Types of layers of which every other has a window, from the first on."""
+    return _types_of(i % 2 == 0 for i in range(int(model.get("block_count"))))
+
+
 def _of_gpt_oss(model: Metadata) -> dict[str, Any]:
-    """Every other layer has a window, the first layer included. The bounds of its rotary scaling are not rounded."""
-    num_layers = int(model.get("block_count"))
+    """Settings of gpt-oss, which does not round the bounds of yarn's range."""
     rope = rope_of(model)
     return {
         "num_local_experts": model.get("expert_count"),
         "num_experts_per_tok": model.get("expert_used_count"),
         "intermediate_size": model.get("expert_feed_forward_length"),
-        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
+        "layer_types": _alternating(model),
         "sliding_window": model.get("attention.sliding_window"),
         "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
     }
 
 
 def _of_mistral_3(model: Metadata) -> dict[str, Any]:
-    """Queries get a temperature that changes after every original context length; yarn's parameters contain that length
-    too.
-    """
+    """Queries are scaled up at each multiple of the original context length, which rotary parameters always have."""
     rope = rope_of(model)
     own = {
         "llama_4_scaling_beta": model.get("attention.temperature_scale", 0.0),
@@ -83,19 +92,15 @@ def _of_mistral_3(model: Metadata) -> dict[str, Any]:
 
 
 def _of_phi_3(model: Metadata) -> dict[str, Any]:
-    """All layers have a window, or none has; the config says the original context length twice."""
+    """All layers have a window, or none has. The original context length is in longrope's parameters too."""
     return {
         "sliding_window": model.get("attention.sliding_window", 0) or None,
         "original_max_position_embeddings": model.get(ORIGINAL_CONTEXT, model.get("context_length")),
     }
 
 
-def _of_glm_4(model: Metadata) -> dict[str, Any]:
-    return {"attention_bias": "blk.0.attn_q.bias" in model.header.tensors}
-
-
 def _of_granite(model: Metadata) -> dict[str, Any]:
-    """The config has multipliers; a missing multiplier, or 0, means the default."""
+    """Granite's multipliers. A multiplier that is missing or 0 has its default."""
     return {
         "attention_multiplier": model.get("attention.scale", 0) or model.head_dim**-0.5,
         "embedding_multiplier": model.get("embedding_scale", 0) or 1.0,
@@ -105,10 +110,8 @@ def _of_granite(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gemma_2(model: Metadata) -> dict[str, Any]:
-    """Every other layer has a window, the first layer included."""
-    num_layers = int(model.get("block_count"))
     return _of_gemma(model) | {
-        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)],
+        "layer_types": _alternating(model),
         "sliding_window": model.get("attention.sliding_window", 4096),
         "final_logit_softcapping": model.get("final_logit_softcapping", 30.0) or None,
         "attn_logit_softcapping": model.get("attn_logit_softcapping", 50.0) or None,
@@ -116,7 +119,7 @@ def _of_gemma_2(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gemma_3(model: Metadata) -> dict[str, Any]:
-    """Layers with a window and full layers, each kind with its own rotary positions."""
+    """Layers with a window and full layers, each kind with rotary positions of its own."""
     num_layers = int(model.get("block_count"))
     pattern = model.find("attention.sliding_window_pattern")
     if isinstance(pattern, list):
@@ -126,7 +129,7 @@ def _of_gemma_3(model: Metadata) -> dict[str, Any]:
         sliding = [every > 0 and (i + 1) % every != 0 for i in range(num_layers)]
     local = {"rope_type": "default", "rope_theta": model.get("rope.freq_base_swa", _GEMMA_LOCAL_THETA)}
     return _of_gemma(model) | {
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "layer_types": _types_of(sliding),
         "sliding_window": model.get("attention.sliding_window"),
         "rope_parameters": {"full_attention": _rope_without_yarn(model), "sliding_attention": local},
         "final_logit_softcapping": model.get("final_logit_softcapping", 0) or None,
@@ -148,8 +151,8 @@ def _of_gemma(model: Metadata) -> dict[str, Any]:
 
 
 def _of_gemma_4(model: Metadata) -> dict[str, Any]:
-    """Layers with a window have heads of another size than full layers; the last layers may have no keys and values of
-    their own, and a wider feed-forward layer.
+    """Layers with a window have heads of another size than full layers. The last layers may share the keys and values
+    of layers before them, and have a feed-forward layer of twice the width.
     """
     tensors, num_layers = model.header.tensors, int(model.get("block_count"))
     sliding = [bool(one) for one in model.by_layer("attention.sliding_window_pattern")]
@@ -177,7 +180,7 @@ def _of_gemma_4(model: Metadata) -> dict[str, Any]:
         "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in tensors for i in range(with_kv) if not sliding[i]),
         "num_kv_shared_layers": num_shared,
         "use_double_wide_mlp": is_wide,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "layer_types": _types_of(sliding),
         "sliding_window": model.get("attention.sliding_window"),
         "final_logit_softcapping": model.get("final_logit_softcapping", 0) or None,
         "hidden_size_per_layer_input": per_layer,
@@ -203,18 +206,16 @@ def _head_dim_of_windows(model: Metadata) -> int:
 
 
 def _rope_of_gemma_4(model: Metadata) -> dict[str, Any]:
-    """Rotary positions in full layers turn only the first numbers of each half of a head: the file has a factor of 1
-    for these numbers, and `_STILL` for the rest.
-    """
+    """Full layers turn the first numbers of each half of a head: their factors are 1, and all others `_STILL`."""
     if model.find("rope.scaling.type") not in (None, "none"):
         model.refuse("rope.scaling.type")
     if ROPE_FACTORS not in model.header.tensors:
-        raise SpecDecError(f"`{model.path}` lacks the tensor: {ROPE_FACTORS}", hint="download it again")
+        raise damaged(f"`{model.path}` lacks the tensor: {ROPE_FACTORS}")
     found = numbers_of(model.header.tensors[ROPE_FACTORS], model.path)
     num_turned = sum(one == 1 for one in found)
     still = [math.isclose(one, _STILL, rel_tol=1e-6) for one in found[num_turned:]]
     if len(found) != model.head_dim // 2 or set(found[:num_turned]) != {1.0} or not all(still):
-        raise SpecDecError(f"GGUF models with rotary factors of their own are not read: {model.path}", hint=ORIGINAL)
+        raise own_factors(model.path)
     share, theta = num_turned / len(found), model.get("rope.freq_base", 10000.0)
     local = {"rope_type": "default", "rope_theta": model.get("rope.freq_base_swa", _GEMMA_LOCAL_THETA)}
     full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share}
@@ -225,7 +226,7 @@ _STILL = 1e30
 
 
 def _rope_of_phi_3(model: Metadata) -> dict[str, Any]:
-    """Two sets of factors: for sequences within the original context length, and beyond it."""
+    """Two sets of factors, for positions within the original context length and beyond it; none for short contexts."""
     tensors = model.header.tensors
     missing = sorted(LONGROPE - tensors.keys())
     if len(missing) == len(LONGROPE):
@@ -233,15 +234,12 @@ def _rope_of_phi_3(model: Metadata) -> dict[str, Any]:
             model.refuse(ATTENTION_FACTOR)
         return rope_of(model)
     if missing:
-        raise SpecDecError(f"`{model.path}` lacks the tensor: {missing[0]}", hint="download it again")
+        raise damaged(f"`{model.path}` lacks the tensor: {missing[0]}")
     factors = {name: numbers_of(tensors[name], model.path) for name in sorted(LONGROPE)}
     wanted = int(model.get("rope.dimension_count", model.head_dim)) // 2
     for name, found in factors.items():
         if len(found) != wanted:
-            raise SpecDecError(
-                f"`{name}` has {len(found)} rotary factors, and the model needs {wanted}: {model.path}",
-                hint="download it again",
-            )
+            raise damaged(f"`{name}` has {len(found)} rotary factors, and the model needs {wanted}: {model.path}")
     if model.find("rope.scaling.type") not in (None, "none", "longrope"):
         model.refuse("rope.scaling.type")
     rope = {
@@ -268,30 +266,28 @@ _OF_GEMMA_BLOCK = _OF_BLOCK | {
 
 @dataclass(frozen=True)
 class GGUFFamily:
-    """A family of models as llama.cpp stores it; `model_type` is Hugging Face's name."""
+    """A family of models as llama.cpp stores it; `model_type` is its name in Hugging Face's configs."""
 
     model_type: str
     settings: Callable[[Metadata], dict[str, Any]] = lambda model: {}
-    """Settings of the config that only this family has."""
+    """This family's own settings in the config."""
     used: frozenset[str] = frozenset()
-    """Further keys that `settings` reads."""
+    """Further keys that `settings` or `rope` reads."""
     of_block: Mapping[str, str] = field(default_factory=lambda: _OF_BLOCK)
-    """Names of a block's tensors in the file, and of the modules that they belong to."""
+    """Modules of a block, by the names of their tensors in the file."""
     is_interleaved: bool = False
-    """True if the rows of queries and keys are stored in another order."""
+    """True if the file has the rows of queries and keys in another order."""
     shift: float = 0.0
-    """Number added to the weights of norms: llama.cpp stores Gemma's weights with the 1 that the model adds."""
+    """Number to add to the weights of norms: llama.cpp stores Gemma's with the 1 that the model adds."""
     is_partial: bool = False
-    """True if positions may turn a part of each head."""
+    """True if rotary positions may turn only a part of each head."""
     rope: Callable[[Metadata], dict[str, Any]] = rope_of
     experts: str = "mlp.experts"
     """Name of a block's module of experts."""
     layers_differ: bool = False
-    """True if `settings` reads numbers of each layer."""
+    """True if `settings` reads widths and numbers of heads layer by layer."""
     alternates: bool = False
-    """True if gates and up-projections alternate among an expert's outputs in the model, and the experts' weights are
-    [inputs, outputs].
-    """
+    """True if an expert's gates and up-projections alternate in the model, with matrices [inputs, outputs]."""
 
 
 SINKS = "self_attn.sinks"
@@ -304,7 +300,7 @@ EXPERTS = {
     "ffn_gate_up_exps": "gate_up_proj", "ffn_gate_exps": "gate_up_proj", "ffn_up_exps": "gate_up_proj",
     "ffn_down_exps": "down_proj",
 }  # fmt: skip
-"""Tensors of all experts of a layer, and the parameters that they belong to, in this order."""
+"""Parameters of all experts of a layer, by the tensors in the file that they consist of, in this order."""
 _WITH_ROUTER = {"ffn_gate_inp": "mlp.gate"}
 _OF_PHI_3_BLOCK = _OF_BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _OF_GLM_4_BLOCK = _OF_BLOCK | {
@@ -362,7 +358,7 @@ FAMILIES = {
         is_partial=True,
         rope=_rope_of_phi_3,
     ),
-    "glm4": GGUFFamily("glm4", _of_glm_4, of_block=_OF_GLM_4_BLOCK, is_partial=True),
+    "glm4": GGUFFamily("glm4", _attention_bias, of_block=_OF_GLM_4_BLOCK, is_partial=True),
     "mistral3": GGUFFamily(
         *("ministral3", _of_mistral_3, frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"})),
         is_interleaved=True,
@@ -374,7 +370,7 @@ FAMILIES = {
     "hunyuan-dense": GGUFFamily("hunyuan_v1_dense", of_block=_OF_HUNYUAN_BLOCK),
 }
 _MIXTRAL = GGUFFamily("mixtral", _of_mixtral, _OF_MIXTURE, _OF_BLOCK | _WITH_ROUTER, is_interleaved=True)
-"""Mixtral, which is stored as a `llama` with experts."""
+"""Mixtral: a `llama` with experts in the file."""
 
 
 def family_in(header: GGUFHeader) -> GGUFFamily:

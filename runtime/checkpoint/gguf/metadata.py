@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file: each value checked where it is asked for."""
+"""The metadata of a GGUF file about its model."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFHeader
+from runtime.checkpoint.gguf.reader import ORIGINAL, GGUFHeader, damaged
 from runtime.util.errors import SpecDecError
 
 WIDTHS, EXPERT_WIDTHS = "feed_forward_length", "expert_feed_forward_length"
@@ -16,27 +16,25 @@ HEADS, KV_HEADS, LOCAL_HEAD_DIM = "attention.head_count", "attention.head_count_
 
 @dataclass(frozen=True)
 class Metadata:
-    """The metadata of one model, each value checked where it is asked for."""
+    """Metadata by keys without the architecture's name: `block_count` stands for `llama.block_count`."""
 
     header: GGUFHeader
     path: Path
     may_turn_a_part: bool = False
-    """True if positions may turn a part of each head."""
+    """True if rotary positions may turn only a part of each head."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The number under a key; SpecDecError if the key is missing and has no default, or its value is
-        not a number.
-        """
+        """The number under a key; SpecDecError for another value, or for a missing key without a default."""
         name = f"{self.header.architecture}.{key}"
         value = self.header.metadata.get(name, default)
         if value is None:
-            raise SpecDecError(f"`{self.path}` lacks a value of its model: {name}", hint="download it again")
+            raise damaged(f"`{self.path}` lacks a value of its model: {name}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise SpecDecError(f"`{self.path}` has a value that is not a number: {name}", hint="download it again")
+            raise damaged(f"`{self.path}` has a value that is not a number: {name}")
         return value
 
     def by_layer(self, key: str, default: Any = None) -> list[int]:
-        """A number for each layer; a file may have one number for all layers. SpecDecError as for `get`."""
+        """A number for each layer, also if the file has one number for all layers. SpecDecError as for `get`."""
         num_layers = int(self.get("block_count"))
         if isinstance(found := self.find(key), list):
             if len(found) != num_layers or not all(isinstance(one, int) for one in found):
@@ -74,7 +72,7 @@ class Metadata:
         return ", ".join(f"`{name}` {'none' if value is None else value}" for name, value in values.items())
 
     def refuse(self, key: str, *beside: str) -> None:
-        """SpecDecError for the value of `key`; `beside` names keys whose values contradict it."""
+        """Raise SpecDecError for the value of `key`; `beside` names keys whose values contradict it."""
         also = f" beside {self.said(*beside)}" if beside else ""
         raise SpecDecError(
             f"this value of a GGUF file is not supported, {self.said(key)}{also}: {self.path}",

@@ -1,7 +1,7 @@
 """GGUF files: their header, read without torch and without trusting it.
 
 A file is a header (counts, metadata, a table of tensors) and then the tensors, each at a multiple of the alignment.
-Sizes are compared with the file's size before anything is allocated or read.
+Sizes are compared with limits and with the file's size before memory is taken for them.
 """
 
 import re
@@ -18,7 +18,6 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import Stamp, check_regular, stamp_of
 
 ORIGINAL = "give the model that the GGUF file was made from: its config.json and safetensors files"
-"""Hint to use the model from which the GGUF file was made."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_PADDING_BYTES = 1 << 20
 """Limit on the bytes behind the last tensor: some tools fill up a file to whole blocks of a disk."""
@@ -26,14 +25,14 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _TEXT, _ARRAY = 8, 9
 TOKENIZER, CHAT_TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-"""Name of a file of a model that consists of several files."""
+"""Name of a file of a model in several files, such as `NAME-00001-of-00003.gguf`."""
 _MAX_ENTRIES = 2**20  # of metadata and of tensors each
 _MAX_ITEMS = 2**24  # of an array: a vocabulary has fewer
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """Storage format: `num_numbers` numbers in a block of `num_bytes`."""
+    """Storage format: `num_numbers` numbers in a block of `num_bytes` bytes."""
 
     name: str
     num_numbers: int
@@ -57,7 +56,7 @@ _NOT_READ = {
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor in the file `path`; `shape` has the rows first."""
+    """A tensor in the file `path`, `offset` bytes from its beginning; a matrix's `shape` is [outputs, inputs]."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +71,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """A file's header; for a model in several files the first file's header with the tensors of all files."""
+    """A file's header; for a model in several files, the first file's metadata and the tensors of all files."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
@@ -94,7 +93,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def templates_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat templates by name: `default`, and for example `tool_use` for `tokenizer.chat_template.tool_use`."""
+    """The chat templates by name: `default`, and for example `tool_use` from `tokenizer.chat_template.tool_use`."""
     others = {
         key.removeprefix(f"{CHAT_TEMPLATE}."): value
         for key, value in metadata.items()
@@ -113,8 +112,8 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFHeader:
-    """The header. SpecDecError for a file that is not GGUF, is cut off, or has types that are not supported.
-    SpecDecError also if the file is a part of a model and other parts are missing.
+    """The header. SpecDecError for a file that is not GGUF, is damaged, or has types that are not supported, and for a
+    model in several files as for `gguf_files`, or if the files are of several models.
     """
     files = gguf_files(path)
     headers = [_read(file, stamp_of(file.stat())) for file in files]
@@ -138,9 +137,7 @@ def read_gguf(path: Path) -> GGUFHeader:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """All files of the model whose first or only file this is; SpecDecError if it is not the first, or some are
-    missing.
-    """
+    """All files of the model whose first or only file this is. SpecDecError for a later part, or a missing one."""
     metadata = _read(path, stamp_of(path.stat())).metadata
     count, number, named = metadata.get("split.count", 0), metadata.get("split.no", 0), _PART.fullmatch(path.name)
     if count in (0, 1):
@@ -172,7 +169,7 @@ def without_later_parts(paths: list[Path]) -> list[Path]:
 
 
 def check_part(path: Path) -> None:
-    """SpecDecError if this file, a part of a model, is damaged; the other parts are not read."""
+    """SpecDecError if this file, a part of a model, is damaged; other parts are not read."""
     _read(path, stamp_of(path.stat()))
 
 
@@ -218,20 +215,23 @@ def _placed(name: str, shape: tuple[int, ...], number: int, offset: int, path: P
         read = ", ".join(one.name for one in TYPES.values())
         raise SpecDecError(f"`{name}` is of a type that is not read, {said}: {path}", hint=f"specdec reads {read}")
     if not shape or shape[-1] % TYPES[number].num_numbers:
-        raise SpecDecError(
-            f"`{path}` is damaged: `{name}` of {list(shape)} is not made of whole blocks", hint="download it again"
-        )
+        raise damaged(f"`{path}` is damaged: `{name}` of {list(shape)} is not made of whole blocks")
     return GGUFTensor(name, shape, TYPES[number], path, offset)
 
 
+def damaged(said: str) -> SpecDecError:
+    """The error for a GGUF file that contradicts itself, or lacks a part."""
+    return SpecDecError(said, hint="download it again")
+
+
 class _Reader:
-    """Reads one value after another, and never past the end of the file."""
+    """Reads one value after another; SpecDecError at the end of the file."""
 
     def __init__(self, file: BinaryIO, path: Path, num_bytes: int) -> None:
         self._file, self._path, self._num_bytes = file, path, num_bytes
 
     def fail(self, how: str) -> None:
-        raise SpecDecError(f"`{self._path}` is damaged: {how}", hint="download it again")
+        raise damaged(f"`{self._path}` is damaged: {how}")
 
     def take(self, count: int) -> bytes:
         data = self._file.read(min(count, self._num_bytes))
@@ -252,7 +252,7 @@ class _Reader:
         return self.texts(1)[0]
 
     def texts(self, length: int) -> list[str]:
-        """Read this many texts; a vocabulary has hundreds of thousands."""
+        """The next `length` texts, read quickly: a vocabulary has hundreds of thousands."""
         read, most, texts = self._file.read, self._num_bytes, list[str]()
         for _ in range(length):
             number = read(8)

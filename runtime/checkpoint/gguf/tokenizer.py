@@ -24,7 +24,7 @@ _MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+" + _SPACES
 _LLAMA3 = _CONTRACTIONS + _WORD + r"|\p{N}{1,3}" + _MARKS
 _QWEN2 = _CONTRACTIONS + _WORD + r"|\p{N}" + _MARKS
 _MINICPM5 = _CONTRACTIONS + _WORD + r"|\p{N}+" + _MARKS
-_LOWER, _UPPER = r"(?:(?=\p{L})[^A-Z])", r"(?:(?=\p{L})[^a-z])"  # of letters that are no ASCII llama.cpp knows no case
+_LOWER, _UPPER = r"(?:(?=\p{L})[^A-Z])", r"(?:(?=\p{L})[^a-z])"  # llama.cpp knows the case of ASCII's letters only
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
 _SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+" + _SPACES
 _TEKKEN = _CASED % ("", "") + r"|\p{N}" + _SLASHED
@@ -44,24 +44,24 @@ _CASED_LETTERS = (  # of the alphabets that have capitals, as DeepSeek lists the
     "FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F 104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF "
     "1E900-1E943"
 )
-_HAN = r"(?:(?!\s)[一-龥ࠀ-一가-\ud7ff])+"  # llama.cpp takes all spaces for the same one first
+_HAN = r"(?:(?!\s)[一-龥ࠀ-一가-\ud7ff])+"  # llama.cpp replaces spaces first
 
 
 def _class(ranges: str) -> str:
-    """Parse the characters between the brackets of an expression: `0041-005A 00B5` is `A-Zµ`."""
+    """Characters between the brackets of an expression, from hexadecimal ranges: `0041-005A 00B5` becomes `A-Zµ`."""
     return "".join("-".join(chr(int(end, 16)) for end in one.split("-")) for one in ranges.split())
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Expressions that split texts before merges, one after another, and llama.cpp's further settings."""
+    """Expressions that split texts before merges, applied one after another, and llama.cpp's further settings."""
 
     expressions: tuple[str, ...]
     """Expressions whose matches become pieces of a text; the texts between matches become pieces too."""
     ignores_merges: bool = False
-    """True if a piece that is itself a token is used as such, without applying merges."""
+    """True if a piece that is itself a token stays whole, without merges."""
     adds_bos: bool = False
-    """Default if the file has no setting."""
+    """True if texts begin with the BOS token; a file's own setting comes first."""
 
 
 _SMOLLM = PreTokenizer((r"\p{N}", _GPT2))
@@ -101,12 +101,12 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     ),
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", _MINICPM5), ignores_merges=True),
 }
-"""Pre-tokenizers by their names in files (`tokenizer.ggml.pre`), each as llama.cpp splits texts."""
+"""Pre-tokenizers by their names in files (`tokenizer.ggml.pre`). Each splits texts as llama.cpp does."""
 
 _ASSUMED = "default"
 _UNKNOWN, _CONTROL = 2, 3  # `tokenizer.ggml.token_type`
 _BYTE_LEVEL, _SENTENCEPIECE, _GEMMA_4 = "gpt2", "llama", "gemma4"
-_DEFAULT_IDS = {  # where the file does not say
+_DEFAULT_IDS = {  # if the file has none
     _BYTE_LEVEL: {"bos": 11, "eos": 11},
     _SENTENCEPIECE: {"bos": 1, "eos": 2, "unknown": 0},
     _GEMMA_4: {},
@@ -117,7 +117,7 @@ _USED = {
     "model", "pre", "tokens", "scores", "token_type", "merges", "bos_token_id", "eos_token_id", "eot_token_id",
     "eom_token_id", "unknown_token_id", "padding_token_id", "add_bos_token", "add_eos_token", "add_space_prefix",
 }  # fmt: skip
-_IRRELEVANT = {  # to models of texts that go on
+_IRRELEVANT = {  # for models that continue texts
     "seperator_token_id", "separator_token_id", "cls_token_id", "mask_token_id", "add_sep_token", "prefix_token_id",
     "suffix_token_id", "middle_token_id", "fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id",
     "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id", "token_type_count", "remove_extra_whitespaces",
@@ -126,7 +126,7 @@ _IRRELEVANT = {  # to models of texts that go on
 
 
 def make_gguf_tokenizer(path: Path) -> Any:
-    """transformers' tokenizer for a file; SpecDecError if it is not known how llama.cpp reads the file."""
+    """transformers' tokenizer for a GGUF file; SpecDecError if it is not known how llama.cpp reads the file."""
     from transformers import PreTrainedTokenizerFast
 
     said, templates = _read(path), templates_of(read_gguf(path).metadata)
@@ -148,7 +148,7 @@ def make_gguf_tokenizer(path: Path) -> Any:
 
 
 def check_gguf_tokenizer(path: Path) -> None:
-    """SpecDecError for a file without a tokenizer, or if it is not known how llama.cpp reads it."""
+    """SpecDecError for a GGUF file without a tokenizer, or if it is not known how llama.cpp reads the file."""
     if not has_tokenizer(path):
         raise SpecDecError(f"the file has no tokenizer: {path}", hint=_OTHER)
     _read(path)
@@ -164,7 +164,7 @@ def _read(path: Path) -> "_Said":
 
 
 def _is_phi_3(metadata: Mapping[str, Any]) -> bool:
-    """True for a Phi-3 file. Its special tokens include the white space behind them, and no key of the file says so.
+    """True for a Phi-3 file. Its special tokens take in the white space behind them, and no key of the file says so.
 
     llama.cpp looks for `phi-3` and `phi3` in the name, and misses the `Phi 3 Mini` that its converter writes. A file
     with the architecture `phi3` and SentencePiece's tokens is Phi-3 too; Phi-4 has this architecture with byte-level
@@ -179,19 +179,20 @@ _OTHER = "name the tokenizer of the model that the GGUF file was made from, or g
 
 
 class _Said:
-    """Metadata of the tokenizer in a file. Each value is checked when it is read."""
+    """The tokenizer's metadata in a file. Each value is checked when it is read."""
 
     def __init__(self, said: Mapping[str, Any], path: Path, *, is_phi_3: bool) -> None:
         self._said, self.path, self._is_phi_3 = said, path, is_phi_3
-        self.model = said.get("model")
+        self.model = str(said.get("model"))
         if self.model not in _DEFAULT_IDS:
             raise SpecDecError(f"tokenizers of this kind are not read, `{self.model}`: {path}", hint=_OTHER)
-        self.pre = self.text("pre", _ASSUMED)
+        self.pre = str(said.get("pre", _ASSUMED))
         self.says_pre = "pre" in said or self.model != _BYTE_LEVEL
         if self.model == _BYTE_LEVEL and self.pre not in PRE_TOKENIZERS:
             raise SpecDecError(f"this pre-tokenizer of llama.cpp's is not known, `{self.pre}`: {path}", hint=_OTHER)
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.values("tokens", str))]
-        if len(set(self.tokens)) < len(self.tokens):
+        self.vocabulary = {token: i for i, token in enumerate(self.tokens)}
+        if len(self.vocabulary) < len(self.tokens):
             raise SpecDecError(f"two tokens of the file have the same text: {path}", hint=_OTHER)
 
     def values(self, name: str, kind: type) -> list[Any]:
@@ -199,9 +200,6 @@ class _Said:
         if not isinstance(found, list) or not all(isinstance(value, kind) for value in found):
             raise SpecDecError(f"`{TOKENIZER}{name}` is not a list of the right type: {self.path}", hint=_OTHER)
         return found
-
-    def text(self, name: str, default: str) -> str:
-        return str(self._said.get(name, default))
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._said.get(name, default)
@@ -213,7 +211,7 @@ class _Said:
         """The id under this key. If it is missing or outside the vocabulary: llama.cpp's default for this kind of
         tokenizer, or None if the vocabulary lacks the default too.
         """
-        default = _DEFAULT_IDS[str(self.model)].get(name)
+        default = _DEFAULT_IDS[self.model].get(name)
         for i in (self._said.get(f"{name}_token_id"), default):
             if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < len(self.tokens):
                 return i
@@ -234,8 +232,8 @@ class _Said:
 
 
 def _make(said: _Said) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and the special tokens that have a role in it."""
-    tokenizer, adds_bos = _MAKE[str(said.model)](said)
+    """The tokenizer, and the texts of special tokens by their roles in transformers, such as `eos_token`."""
+    tokenizer, adds_bos = _MAKE[said.model](said)
     added = list(said.added_tokens())
     tokenizer.add_tokens(added)
     if around := _added_around(said, adds_bos):
@@ -243,11 +241,11 @@ def _make(said: _Said) -> tuple[Tokenizer, dict[str, str]]:
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     found = {names[name]: said.tokens[i] for name in names if (i := said.token_id(name)) is not None}
     special = {token.content for token in added if token.special}
-    return tokenizer, {name: token for name, token in found.items() if token in special}  # others stay text
+    return tokenizer, {name: token for name, token in found.items() if token in special}
 
 
 def _added_around(said: _Said, adds_bos: bool) -> processors.TemplateProcessing | None:
-    """Postprocessor that adds a begin token before a text and an end token after it; None if the file wants neither."""
+    """Postprocessor that adds a BOS token before a text or an EOS token after it; None if the file wants neither."""
     pieces = {"bos": said.flag("add_bos_token", adds_bos), "$A": True, "eos": said.flag("add_eos_token", False)}
     template, special = [name for name, is_there in pieces.items() if is_there], []
     for name in template:
@@ -261,15 +259,9 @@ def _added_around(said: _Said, adds_bos: bool) -> processors.TemplateProcessing 
 
 
 def _byte_level(said: _Said) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether texts begin with a BOS token if the file does not say."""
+    """Byte-level BPE; True beside it if texts begin with a BOS token, unless the file says otherwise."""
     known = PRE_TOKENIZERS[said.pre]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(said.tokens)},
-            merges=_merges(said),
-            ignore_merges=known.ignores_merges,
-        )
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=said.vocabulary, merges=_merges(said), ignore_merges=known.ignores_merges))
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in known.expressions]
     bytes_of_pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_of_pieces])
@@ -285,22 +277,20 @@ def _merges(said: _Said) -> list[tuple[str, str]]:
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """The two tokens of a merge, such as `th` and `e` for "th e"; the first may begin with a space."""
+    """The two tokens of a merge, such as `th` and `e` from "th e"; the first may begin with a space."""
     first, _, second = merge[1:].partition(" ")
     return merge[:1] + first, second
 
 
 def _sentencepiece(said: _Said) -> tuple[Tokenizer, bool]:
-    """SentencePiece's BPE: pairs are merged in order of the scores of the merged tokens; texts begin with a BOS
-    token.
-    """
+    """SentencePiece's BPE, which merges the pair of the best score first. Texts begin with a BOS token."""
     scores = said.values("scores", float)
     if len(scores) < len(said.tokens):
         raise SpecDecError(f"the file has no score for each of its tokens: {said.path}", hint=_OTHER)
     unknown = said.token_id("unknown")
     tokenizer = Tokenizer(
         models.BPE(
-            vocab={token: i for i, token in enumerate(said.tokens)},
+            vocab=said.vocabulary,
             merges=merges_by_score(said.tokens, scores),
             unk_token=None if unknown is None else said.tokens[unknown],
             fuse_unk=True,
@@ -309,7 +299,7 @@ def _sentencepiece(said: _Said) -> tuple[Tokenizer, bool]:
     )
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     back: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if said.flag("add_space_prefix", True):  # before each text that is not within others
+    if said.flag("add_space_prefix", True):  # before a text, and behind each special token
         spaces.insert(0, normalizers.Prepend("▁"))
         back.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(spaces)
@@ -318,12 +308,8 @@ def _sentencepiece(said: _Said) -> tuple[Tokenizer, bool]:
 
 
 def _gemma_4(said: _Said) -> tuple[Tokenizer, bool]:
-    """SentencePiece's tokens with merges listed in the file, applied within lines, and within the newlines between
-    lines.
-    """
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(said.tokens)}, merges=_merges(said), byte_fallback=True)
-    )
+    """SentencePiece's tokens with listed merges, within lines or newlines. Texts begin with a BOS token."""
+    tokenizer = Tokenizer(models.BPE(vocab=said.vocabulary, merges=_merges(said), byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -334,8 +320,8 @@ _MAKE = {_BYTE_LEVEL: _byte_level, _SENTENCEPIECE: _sentencepiece, _GEMMA_4: _ge
 
 
 def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that form a token, the best score first; for one token, the pair with the longest first half
-    first.
+    """All pairs of tokens that form a token, ordered by the formed token's score, the best first. Of the pairs of a
+    token, the pair with the longest first half comes first.
     """
     vocabulary = set(tokens)
     merges = []

@@ -1,5 +1,5 @@
-"""Weights in nf4 and fp4 of bitsandbytes, dequantized when they are read: their 16 code values have fractions, which
-the kernels' code books do not support.
+"""Weights in nf4 and fp4 of bitsandbytes, dequantized when they are read: the 16 numbers of their code books have
+fractions, and our kernels' code books have integers.
 
 number[i] = quant_map[code[i]] x absmax[i // blocksize] in float32, then in the dtype that the file names. absmax is
 float32, or has 8 bits with its own map, scales and offset (double quantization).
@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.quant.weight import damaged
 from runtime.checkpoint.source import SourceTensor, load_tensors
-from runtime.util.errors import SpecDecError
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _PARTS = ("absmax", "quant_map")
 _NESTED = ("nested_absmax", "nested_quant_map")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _MAX_STATE_BYTES = 4096
-_DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,9 @@ class _Numbers:
     def __call__(
         self,
         codes: Tensor,  # (bytes, 1) of any dtype, two codes a byte, the first in the upper half
-        scales: Tensor,  # (blocks,) float32, or uint8
+        scales: Tensor,  # (blocks,) float32, or uint8 codes
         numbers: Tensor,  # (16,) float32
-        scales_of_scales: Tensor | None = None,
+        scales_of_scales: Tensor | None = None,  # (blocks of scales,) float32
         numbers_of_scales: Tensor | None = None,  # (256,) float32
     ) -> Tensor:
         data = codes.flatten().view(torch.uint8)
@@ -53,9 +52,7 @@ class _Numbers:
 
 
 def numbers_of_4_bits(tensors: list[SourceTensor]) -> list[SourceTensor]:
-    """The tensors, with one tensor in place of each quantized weight and its parts. SpecDecError if a part is missing
-    or does not fit the others.
-    """
+    """The tensors, with one in place of all parts of a quantized weight. SpecDecError if the parts do not fit."""
     by_name = {tensor.name: tensor for tensor in tensors}
     states = {name.removesuffix(end): name for name in by_name for end in _STATES if name.endswith(end)}
     made, taken = [], set()
@@ -65,14 +62,14 @@ def numbers_of_4_bits(tensors: list[SourceTensor]) -> list[SourceTensor]:
             parts += [f"{name}.{part}" for part in _NESTED]
         missing = next((part for part in parts if part not in by_name), None)
         if missing is not None:
-            raise SpecDecError(f"a tensor of a quantized layer is missing: {missing}", hint=_DAMAGED)
+            raise damaged(f"a tensor of a quantized layer is missing: {missing}")
         made.append(_weight(name, by_name[state], [by_name[part] for part in parts]))
         taken |= {*parts, state}
     others = [tensor for name, tensor in by_name.items() if name not in taken]
     alone = next((one.name for one in others if one.name.endswith(f".{_PARTS[0]}")), None)
     if alone is not None:
         missing = alone.removesuffix(_PARTS[0]) + "quant_state"
-        raise SpecDecError(f"a tensor of a quantized layer is missing: {missing}", hint=_DAMAGED)
+        raise damaged(f"a tensor of a quantized layer is missing: {missing}")
     return made + others
 
 
@@ -87,10 +84,9 @@ def _weight(name: str, state: SourceTensor, parts: list[SourceTensor]) -> Source
     has_codes = codes.num_elements * codes.dtype.itemsize * 2 == math.prod(make.shape)
     if forms != list(zip(wanted, dtypes, strict=True)) or not has_codes:
         shapes = ", ".join(f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in parts)
-        raise SpecDecError(
+        raise damaged(
             f"the tensors of `{name}`, {list(make.shape)} in blocks of {make.block_size}, do not fit each other: "
-            f"{shapes}",
-            hint=_DAMAGED,
+            f"{shapes}"
         )
     return replace(codes, shape=make.shape, dtype=make.dtype, made_of=tuple(parts), make=make)
 
@@ -113,5 +109,5 @@ def _numbers_of(name: str, said: Mapping[str, Any]) -> _Numbers:
         if min(block_size, nested, *shape) < 1 or not math.isfinite(made.offset):
             raise ValueError("it is not positive")
     except (KeyError, TypeError, ValueError) as error:
-        raise SpecDecError(f"`{name}.quant_state` does not say what the weight is: {error!r}", hint=_DAMAGED) from error
+        raise damaged(f"`{name}.quant_state` does not say what the weight is: {error!r}") from error
     return made

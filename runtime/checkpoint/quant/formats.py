@@ -20,7 +20,15 @@ from runtime.checkpoint.config import QuantAlgo
 from runtime.checkpoint.quant.bitsandbytes import numbers_of_4_bits
 from runtime.checkpoint.quant.mxfp4 import E2M1_TWICE, MXFP4, experts_of_blocks, powers_of
 from runtime.checkpoint.quant.planning import PrequantizedLayer
-from runtime.checkpoint.quant.weight import QuantizedWeight, from_integers, scales_of, signed, unpack, unpack_awq
+from runtime.checkpoint.quant.weight import (
+    QuantizedWeight,
+    damaged,
+    from_integers,
+    scales_of,
+    signed,
+    unpack,
+    unpack_awq,
+)
 from runtime.checkpoint.resolve import weight_files
 from runtime.checkpoint.source import SourceTensor, load_tensors, of_two_models
 from runtime.util.errors import SpecDecError, SpecDecWarning
@@ -38,38 +46,37 @@ _SIGNS = {
     "_proj_blocks": MXFP4, ".qweight": "AWQ or GPTQ", ".weight_packed": "compressed-tensors",
     ".weight.absmax": "bitsandbytes", ".SCB": "bitsandbytes", "._weight_qdata": "torchao", ".weight_scale_2": "NVFP4",
 }  # fmt: skip
-"""Suffixes of tensors' names, each with the quantization method that it shows."""
+"""Quantization methods, by the ends of tensors' names that give them away."""
 _OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
-_DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
 
 Parts = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Format:
-    """Quantization format of a model. `parts` are the suffixes of a quantized layer's tensors."""
+    """Quantization format of a model. `parts` are the last words of the names of a quantized layer's tensors."""
 
     name: str
     parts: tuple[str, ...]
     scheme_of: Callable[[str], "Scheme"]
-    """Function from a layer's name to its scheme. The name is the model's, or, with `by_source_name`, the file's."""
+    """Gives a layer's scheme by the layer's name in the model, or, with `by_source_name`, in the file."""
     unused: tuple[str, ...] = ()
-    """Suffixes of further tensors of a layer, for the quantization of activations or K/V. They are ignored."""
+    """Last words of further tensors' names, for the quantization of activations or K/V. These tensors are left out."""
     by_source_name: bool = False
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Quantization scheme of one layer."""
+    """Quantization scheme of one layer, which must have the tensors `needed`."""
 
     quant_algo: QuantAlgo
     needed: tuple[str, ...]
     read: Callable[[str, Parts], QuantizedWeight]
-    """Read a layer's tensors; the name is for errors."""
+    """Reads a layer's tensors; the layer's name is for errors."""
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """The config without its quantization. A dtype of 8 bits is dropped: it is the weights' dtype, not the model's."""
+    """The config without its quantization. A dtype of 8 bits goes too: it is the weights' dtype, not the model's."""
     plain = {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
     for key in ("dtype", "torch_dtype"):
         if str(plain.get(key)).startswith("float8"):
@@ -80,17 +87,16 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
-    """The model's format; None if it is not quantized. SpecDecError for a format that is not supported."""
+    """The model's format; None if its config says nothing of quantization. SpecDecError for an unsupported format."""
     _refuse_others(config, model_dir)
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, dict) else [config]
     said = next((place[key] for place in places for key in _CONFIG_KEYS if place.get(key)), None)
-    if said is None:
-        said = _said_beside(model_dir)
+    said = _said_beside(model_dir) if said is None else said
     if said is None:
         return None
     method = said.get("quant_method") if isinstance(said, dict) else None
-    where = f"{model_dir / 'config.json'}"
+    where = str(model_dir / "config.json")
     try:
         match method:
             case "compressed-tensors":
@@ -114,12 +120,12 @@ def format_of(config: dict[str, Any], model_dir: Path) -> Format | None:
             case "torchao":
                 return _torchao(model_dir)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise SpecDecError(f"`{where}` does not say how the weights are quantized: {error!r}", hint=_DAMAGED) from error
+        raise damaged(f"`{where}` does not say how the weights are quantized: {error!r}") from error
     _refuse(f"weights quantized by {_name_of(method, said)}", where)
 
 
 def _refuse_others(config: dict[str, Any], model_dir: Path) -> None:
-    """SpecDecError for quantization formats whose configs have another form."""
+    """SpecDecError for MLX's and quanto's formats, which are not described under `quantization_config`."""
     where = str(model_dir / "config.json")
     if isinstance(said := config.get("quantization"), dict) and "bits" in said:
         _refuse(f"weights quantized by MLX in {said['bits']} bits", where)
@@ -129,7 +135,7 @@ def _refuse_others(config: dict[str, Any], model_dir: Path) -> None:
 
 
 def _said_beside(model_dir: Path) -> dict[str, Any] | None:
-    """Quantization config from a separate file, as AutoGPTQ and AutoAWQ used to write it and ModelOpt does."""
+    """Quantization config from a separate file, as AutoGPTQ and AutoAWQ wrote it and ModelOpt does."""
     if (model_dir / _MODELOPT).is_file():
         said = read_json(model_dir / _MODELOPT).get("quantization")
         return {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}
@@ -140,7 +146,7 @@ def _said_beside(model_dir: Path) -> dict[str, Any] | None:
 
 
 def _name_of(method: object, said: object) -> str:
-    """Common name of the quantization method."""
+    """The quantization method as a sentence names it."""
     algo = said.get("quant_algo") if isinstance(said, dict) else None
     names = {"modelopt": f"ModelOpt ({algo})", None: "a method that it does not name"}
     return names.get(method if isinstance(method, str) else None, str(method))
@@ -153,9 +159,10 @@ def _refuse(what: str, where: str) -> NoReturn:
 def find_layers(
     tensors: list[SourceTensor], found: Format | None, shapes: Mapping[str, tuple[int, ...]], model_dir: Path
 ) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """The quantized layers, and the remaining tensors.
+    """The quantized layers by name, and the remaining tensors; weights in MXFP4 and bitsandbytes' 4 bits are among
+    these, to be dequantized.
 
-    SpecDecError for a layer that lacks a tensor, or has another shape than the model's.
+    SpecDecError for a layer that lacks a tensor, or has another shape than in `shapes`, the model's.
     """
     if found is None:
         _refuse_unsaid(tensors, shapes, model_dir)
@@ -183,9 +190,7 @@ def find_layers(
         )
     layers = {name: _layer(name, given, found) for name, given in parts.items()}
     if not layers:
-        raise SpecDecError(
-            f"config.json says that weights are quantized ({found.name}), and none are: {model_dir}", hint=_DAMAGED
-        )
+        raise damaged(f"config.json says that weights are quantized ({found.name}), and none are: {model_dir}")
     check_shapes(layers, shapes, model_dir)
     return layers, [tensor for tensor in others if not _is_foreign_bias(tensor, layers, shapes)]
 
@@ -205,7 +210,7 @@ def _refuse_unsaid(tensors: list[SourceTensor], shapes: Mapping[str, object], mo
 def check_shapes(
     layers: Mapping[str, PrequantizedLayer], shapes: Mapping[str, tuple[int, ...]], model_dir: Path
 ) -> None:
-    """SpecDecError for a layer whose shape contradicts the config."""
+    """SpecDecError for a layer whose shape is not that in `shapes`, which follow from the config."""
     for name, layer in layers.items():
         shape = layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()}).shape
         if shapes.get(f"{name}.weight", shape) != shape:
@@ -214,13 +219,13 @@ def check_shapes(
 
 
 def _is_foreign_bias(tensor: SourceTensor, layers: Mapping[str, object], shapes: Mapping[str, object]) -> bool:
-    """True for a bias that the model has no place for: AutoGPTQ saves zeros as biases of layers that have none."""
+    """True for zeros that AutoGPTQ saves as the bias of a layer without one. SpecDecError for other numbers."""
     name, _, part = tensor.name.rpartition(".")
     is_known = f"{name}.weight" in shapes or _OF_AN_EXPERT.search(name) is not None
     if part != "bias" or name not in layers or not is_known or tensor.name in shapes:
         return False
     if bool(load_tensors([tensor])[0].any()):
-        raise SpecDecError(f"a layer has a bias that the model has no place for: {tensor.name}", hint=_DAMAGED)
+        raise damaged(f"a layer has a bias that the model has no place for: {tensor.name}")
     return True
 
 
@@ -229,44 +234,38 @@ def _layer(name: str, parts: dict[str, SourceTensor], found: Format) -> Prequant
     scheme = found.scheme_of(in_file if found.by_source_name else name)
     missing = next((part for part in scheme.needed if part not in parts), None)
     if missing is not None:
-        raise SpecDecError(f"a tensor of a quantized layer is missing: {name}.{missing}", hint=_DAMAGED)
+        raise damaged(f"a tensor of a quantized layer is missing: {name}.{missing}")
 
     def read(tensors: Parts) -> QuantizedWeight:
         try:
             return scheme.read(name, tensors)
         except (RuntimeError, IndexError, ValueError) as error:  # shapes that no such layer can have
             said = str(error).splitlines()[0]
-            raise SpecDecError(f"the tensors of `{name}` do not fit each other: {said}", hint=_DAMAGED) from error
+            raise damaged(f"the tensors of `{name}` do not fit each other: {said}") from error
 
     return PrequantizedLayer(parts, read, scheme.quant_algo)
 
 
 def _check_groups(name: str, scales: Tensor, inputs: int, group_size: int | None) -> None:
-    """SpecDecError unless there is one scale for each group of the size in the config."""
+    """SpecDecError unless there is a scale for each group of `group_size` inputs; None or -1 means all inputs."""
     size = inputs if group_size is None or group_size < 0 else group_size
     if size == 0 or inputs % size:
-        raise SpecDecError(f"groups of {size} do not divide the {inputs} inputs of `{name}`", hint=_DAMAGED)
+        raise damaged(f"groups of {size} do not divide the {inputs} inputs of `{name}`")
     if scales.shape[-1] != inputs // size:
-        raise SpecDecError(
+        raise damaged(
             f"config.json says groups of {size}, so `{name}` has {inputs // size} groups, and its scales are for "
-            f"{scales.shape[-1]}",
-            hint=_DAMAGED,
+            f"{scales.shape[-1]}"
         )
 
 
 def _check_symmetric(name: str, zeros: Tensor | None, said: str) -> None:
     if zeros is not None and not zeros.is_meta and bool(zeros.any()):
-        raise SpecDecError(f"config.json has {said}, but zero points of `{name}` are not in the middle", hint=_DAMAGED)
+        raise damaged(f"config.json has {said}, but zero points of `{name}` are not in the middle")
 
 
 def _check_words(name: str, part: str, tensor: Tensor) -> None:
     if tensor.dtype != torch.int32 or tensor.dim() != 2:
-        raise SpecDecError(
-            f"`{name}.{part}` should be a table of 32-bit integers: {tensor.dtype} {list(tensor.shape)}", hint=_DAMAGED
-        )
-
-
-# AWQ
+        raise damaged(f"`{name}.{part}` should be a table of 32-bit integers: {tensor.dtype} {list(tensor.shape)}")
 
 
 def _awq(said: dict[str, Any], where: str) -> Format:
@@ -283,11 +282,11 @@ def _awq(said: dict[str, Any], where: str) -> Format:
         integers = signed(unpack_awq(parts["qweight"]), 4).t()
         scales = parts["scales"].t()
         _check_groups(name, scales, integers.shape[1], group_size)
-        zeros = signed(unpack_awq(parts["qzeros"]), 4).t().short() if "qzeros" in parts else None
+        zeros = signed(unpack_awq(parts["qzeros"]), 4).t().short().contiguous() if "qzeros" in parts else None
         if not has_zeros:
             _check_symmetric(name, zeros, "no `zero_point`")
             zeros = None
-        return from_integers(integers.contiguous(), scales, bits=4, zeros=_contiguous(zeros))
+        return from_integers(integers.contiguous(), scales, bits=4, zeros=zeros)
 
     def scheme_of(name: str) -> Scheme:
         if name.rpartition(".")[2] in ("act", "act_fn"):
@@ -296,13 +295,6 @@ def _awq(said: dict[str, Any], where: str) -> Format:
 
     scheme = Scheme("W4A16_AWQ", ("qweight", "scales", "qzeros") if has_zeros else ("qweight", "scales"), read)
     return Format("AWQ", ("qweight", "qzeros", "scales"), scheme_of)
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
-# GPTQ
 
 
 def _gptq(said: dict[str, Any], where: str) -> Format:
@@ -338,19 +330,17 @@ def _gptq(said: dict[str, Any], where: str) -> Format:
 
 
 def _order_of(name: str, groups: Tensor, group_size: int) -> Tensor:
-    """Order of the inputs that puts the columns of each group side by side, and keeps their order within a group."""
+    """The order of inputs that puts those of a group side by side. SpecDecError for groups of different sizes."""
     order = groups.argsort(stable=True).int()
     if not groups.is_meta:
         wanted = torch.arange(len(groups)) // group_size
         if not torch.equal(groups[order.long()].long(), wanted):
-            raise SpecDecError(f"the groups of `{name}` do not have {group_size} inputs each (`g_idx`)", hint=_DAMAGED)
+            raise damaged(f"the groups of `{name}` do not have {group_size} inputs each (`g_idx`)")
     return order
 
 
-# FP8: of the whole weight, of each output, or in blocks
-
-
 def _fp8(said: dict[str, Any]) -> Format:
+    """FP8 with a scale for the whole weight, each output, or each block."""
     block = said.get("weight_block_size")
     if block and (not isinstance(block, list) or len(block) != 2):
         raise ValueError(f"weight_block_size {block!r}")
@@ -359,7 +349,7 @@ def _fp8(said: dict[str, Any]) -> Format:
     def read(name: str, parts: Parts) -> QuantizedWeight:
         scales = next((parts[part] for part in ("weight_scale_inv", "weight_scale") if part in parts), None)
         if scales is None:
-            raise SpecDecError(f"a tensor of a quantized layer is missing: {name}.weight_scale", hint=_DAMAGED)
+            raise damaged(f"a tensor of a quantized layer is missing: {name}.weight_scale")
         if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):  # ue8m0, which may lie as float32 too
             scales = powers_of(scales.view(torch.uint8))
         return _read_values(name, parts["weight"], scales, None, (rows, columns))
@@ -373,7 +363,9 @@ def _fp8(said: dict[str, Any]) -> Format:
 def _read_values(
     name: str, values: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int | None]
 ) -> QuantizedWeight:
-    """Read 8-bit values unchanged."""
+    """A weight with the values [outputs, inputs] unchanged. `block` is the number of outputs that share scales, and the
+    number of inputs that share one, None for all.
+    """
     outputs, inputs = values.shape
     rows, columns = block
     if rows > 1 and columns is not None and inputs > columns and inputs % columns:
@@ -386,15 +378,14 @@ def _read_values(
     if columns is not None and inputs > columns:
         _check_groups(name, scales, inputs, columns)
     if rows > 1 and scales.shape[0] != outputs:
-        raise SpecDecError(f"the scales of `{name}` do not fit its {outputs} x {inputs} values", hint=_DAMAGED)
+        raise damaged(f"the scales of `{name}` do not fit its {outputs} x {inputs} values")
     zeros = None if zeros is None else scales_of(zeros, outputs).short().contiguous()
     return QuantizedWeight(values.contiguous(), scales.contiguous(), zeros=zeros)
 
 
-# bitsandbytes in 8 bits (LLM.int8): a scale for each output, which 127 stands for
-
-
 def _bitsandbytes(where: str) -> Format:
+    """bitsandbytes in 8 bits (LLM.int8): each output has a scale for 127."""
+
     def read(name: str, parts: Parts) -> QuantizedWeight:
         layout = parts.get("weight_format", parts["SCB"])
         if layout.dtype == torch.uint8 and not layout.is_meta and bool(layout.any()):
@@ -405,11 +396,8 @@ def _bitsandbytes(where: str) -> Format:
     return Format("bitsandbytes", ("weight", "SCB", "weight_format"), lambda name: scheme)
 
 
-# Numbers of 4 bits (e2m1): NVFP4 with a scale in e4m3 for each 16 of a row, and one for all; MXFP4 with powers of 2
-
-
 def _nvfp4(where: str) -> Format:
-    """ModelOpt's NVFP4 format."""
+    """ModelOpt's NVFP4: numbers in e2m1, a scale in e4m3 for each 16 of a row, and one for all."""
 
     def read(name: str, parts: Parts) -> QuantizedWeight:
         if "pre_quant_scale" in parts:
@@ -424,24 +412,22 @@ def _nvfp4(where: str) -> Format:
 
 def _scale_of_all(name: str, scale: Tensor) -> Tensor:
     if scale.numel() != 1:
-        raise SpecDecError(
-            f"`{name}` has {scale.numel()} scales for all its numbers, and should have one", hint=_DAMAGED
-        )
+        raise damaged(f"`{name}` has {scale.numel()} scales for all its numbers, and should have one")
     return scale.float()
 
 
 def _read_codes(name: str, codes: Tensor, scales: Tensor, group_size: int) -> QuantizedWeight:
-    """Read codes unchanged: two in a byte, the first in the lower half."""
+    """A weight with the codes of e2m1 unchanged, uint8 [outputs, inputs / 2]: the first in the lower half of a byte."""
     if codes.dtype != torch.uint8 or codes.dim() != 2:
-        raise SpecDecError(f"`{name}` should be a table of bytes: {codes.dtype} {list(codes.shape)}", hint=_DAMAGED)
+        raise damaged(f"`{name}` should be a table of bytes: {codes.dtype} {list(codes.shape)}")
     _check_groups(name, scales, codes.shape[1] * 2, group_size)
     return QuantizedWeight(codes, scales.contiguous() / 2, book=torch.tensor(E2M1_TWICE, dtype=torch.int8))
 
 
-# torchao, as transformers saves it: tensors `NAME._weight_qdata` and others, and their class in the file's header
-
-
 def _torchao(model_dir: Path) -> Format:
+    """torchao's formats as transformers saves them: tensors such as `NAME._weight_qdata`, and their class in the file's
+    header.
+    """
     classes = _torchao_classes(model_dir)
 
     def scheme_of(name: str) -> Scheme:
@@ -450,9 +436,7 @@ def _torchao(model_dir: Path) -> Format:
             if kind in _TORCHAO:
                 return _TORCHAO[kind](settings, str(model_dir))
         except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise SpecDecError(
-                f"no header of a file says how torchao quantized `{name}.weight`: {model_dir}", hint=_DAMAGED
-            ) from error
+            raise damaged(f"no header of a file says how torchao quantized `{name}.weight`: {model_dir}") from error
         _refuse(f"torchao weights of the class {kind} (`{name}`)", str(model_dir))
 
     parts = ("qdata", "scale", "zero_point", "act_pre_scale", "scale_and_zero", "per_tensor_scale")
@@ -460,10 +444,10 @@ def _torchao(model_dir: Path) -> Format:
 
 
 def _torchao_classes(model_dir: Path) -> dict[str, dict[str, Any]]:
-    """The headers' records of weights by name: the class `_type`, and `_data` with its settings."""
+    """Records in the files' headers, by names of weights: the class `_type`, and `_data` with its settings."""
     said = dict[str, Any]()
     for path in weight_files(model_dir):
-        with path.open("rb") as file, suppress(SafetensorError):  # a damaged one is told when its tensors are read
+        with path.open("rb") as file, suppress(SafetensorError):  # raised again when the file's tensors are read
             said |= read_metadata(file)
     return {name: json.loads(value) for name, value in said.items() if name.endswith(".weight")}
 
@@ -484,7 +468,7 @@ def _torchao_scheme(
 
 
 def _torchao_integers(settings: dict[str, Any], where: str) -> Scheme:
-    """Scheme for integers of 8 bits or fewer, each in a byte of its own."""
+    """Scheme for integers of 8 bits or fewer, each in a byte; integers of up to 4 bits are packed in pairs here."""
     target = settings.get("target_dtype")
     bits = int(str(target["_data"]).removeprefix("int")) if isinstance(target, dict) else 8
     bits = 4 if bits <= 4 else 8
@@ -500,18 +484,15 @@ def _torchao_integers(settings: dict[str, Any], where: str) -> Scheme:
 
 
 def _torchao_packed(settings: dict[str, Any], where: str) -> Scheme:
-    """Scheme for 4-bit codes in pairs, the first in the lower half of a byte; scales and zero points are [groups,
-    outputs].
-    """
+    """Scheme for pairs of 4-bit integers, the lower half first; scales and zero points are [groups, outputs]."""
 
     def read(name: str, parts: Parts, group_size: int) -> QuantizedWeight:
         integers = (unpack(parts["qdata"], 4).to(torch.int8) ^ 8) - 8
         scales, zeros = parts["scale"].t().contiguous(), parts["zero_point"].t().float()
         _check_groups(name, scales, integers.shape[1], group_size)
         if zeros.shape != scales.shape:
-            raise SpecDecError(
-                f"`{name}` has scales of shape {list(scales.shape)}, and zero points of shape {list(zeros.shape)}",
-                hint=_DAMAGED,
+            raise damaged(
+                f"`{name}` has scales of shape {list(scales.shape)}, and zero points of shape {list(zeros.shape)}"
             )
         return replace(from_integers(integers, scales, bits=4), offsets=(zeros - 8 * scales.float()).contiguous())
 
@@ -535,14 +516,11 @@ _TORCHAO: dict[str, Callable[[dict[str, Any], str], Scheme]] = {
 
 
 def _in_4_bits(name: str, weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight with two 4-bit values in a byte; in the given weight each value has a byte of its own."""
+    """The weight with two 4-bit values in a byte, from a weight with one in each. SpecDecError for larger values."""
     values = weight.values
     if not values.is_meta and bool(((values > 7) | (values < -8)).any()):
-        raise SpecDecError(f"numbers of `{name}` do not fit 4 bits", hint=_DAMAGED)
+        raise damaged(f"numbers of `{name}` do not fit 4 bits")
     return replace(from_integers(values, weight.scales, bits=4), zeros=weight.zeros)
-
-
-# compressed-tensors
 
 
 def _compressed_tensors(said: dict[str, Any], where: str) -> Format:
@@ -558,22 +536,16 @@ def _compressed_tensors(said: dict[str, Any], where: str) -> Format:
         for group, scheme in zip(groups, schemes, strict=True):
             if any(_matches(name, target) for target in group.get("targets", ["Linear"])):
                 return scheme
-        raise SpecDecError(f"config.json does not say how a layer is quantized: {name}", hint=_DAMAGED)
+        raise damaged(f"config.json does not say how a layer is quantized: {name}")
 
     parts = (
-        *("weight_packed", "weight", "weight_scale", "weight_global_scale"),
-        *("weight_zero_point", "weight_shape", "weight_g_idx"),
-    )
+        "weight_packed", "weight", "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape",
+        "weight_g_idx",
+    )  # fmt: skip
     unused = (
-        "input_scale",
-        "input_zero_point",
-        "input_global_scale",
-        "output_scale",
-        "output_zero_point",
-        "k_scale",
-        "v_scale",
-        "q_scale",
-    )
+        "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point", "k_scale",
+        "v_scale", "q_scale",
+    )  # fmt: skip
     return Format("compressed-tensors", parts, scheme_of, unused)
 
 
@@ -621,7 +593,7 @@ _CODES = {
     "nvfp4-pack-quantized": Scheme("NVFP4", ("weight_packed", "weight_scale", "weight_global_scale"), _read_nvfp4),
     "mxfp4-pack-quantized": Scheme("W4A16_MXFP4", ("weight_packed", "weight_scale"), _read_mxfp4),
 }
-"""Layouts of numbers in e2m1."""
+"""Schemes of layouts whose numbers are in e2m1."""
 
 
 def _packed_reader(bits: int, group_size: int | None, *, has_zeros: bool) -> Callable[[str, Parts], QuantizedWeight]:
@@ -631,15 +603,10 @@ def _packed_reader(bits: int, group_size: int | None, *, has_zeros: bool) -> Cal
         outputs, inputs = integers.shape
         shape = parts["weight_shape"]
         if not shape.is_meta and shape.tolist() != [outputs, inputs]:
-            raise SpecDecError(
-                f"`{name}.weight_shape` is {shape.tolist()}, and its packed weights are {[outputs, inputs]}",
-                hint=_DAMAGED,
-            )
+            raise damaged(f"`{name}.weight_shape` is {shape.tolist()}, and its packed weights are {[outputs, inputs]}")
         scales = scales_of(parts["weight_scale"], outputs)
         _check_groups(name, scales, inputs, group_size)
-        zeros = None
-        if has_zeros:
-            zeros = _packed_zeros(parts["weight_zero_point"], bits, outputs)
+        zeros = _packed_zeros(parts["weight_zero_point"], bits, outputs) if has_zeros else None
         order = None
         if "weight_g_idx" in parts:
             order = _order_of(name, parts["weight_g_idx"], inputs // scales.shape[1])
@@ -652,7 +619,7 @@ def _packed_reader(bits: int, group_size: int | None, *, has_zeros: bool) -> Cal
 def _packed_zeros(words: Tensor, bits: int, outputs: int) -> Tensor:
     """Zero points, int16 [outputs, groups], from words packed along the outputs."""
     if words.dtype != torch.int32:
-        return words.short()  # not packed: of a whole weight
+        return words.short()  # a whole weight's, which is not packed
     return signed(unpack(words.t(), bits)[:, :outputs], bits).t().short().contiguous()
 
 
@@ -663,7 +630,7 @@ def _plain_reader(
         zeros = parts["weight_zero_point"] if has_zeros else None
         values = parts["weight"]
         if zeros is not None and not zeros.is_meta and int(zeros.short().abs().max()) > 2 ** (bits - 1):
-            raise SpecDecError(f"a zero point of `{name}` does not fit {bits} bits: {int(zeros.max())}", hint=_DAMAGED)
+            raise damaged(f"a zero point of `{name}` does not fit {bits} bits: {int(zeros.max())}")
         weight = _read_values(name, values, parts["weight_scale"], zeros, block)
         return weight if bits == 8 or values.dtype != torch.int8 else _in_4_bits(name, weight)
 

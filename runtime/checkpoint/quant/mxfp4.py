@@ -1,5 +1,5 @@
 """Weights of experts in MXFP4 (OCP Microscaling Formats, version 1.0), as in gpt-oss: 4-bit numbers, and a power of 2
-for each 32 numbers of a row. They stay in 4 bits, or are dequantized to bfloat16, which holds them exactly.
+for each 32 numbers of a row. The weights stay in 4 bits, or are dequantized to bfloat16, which holds them exactly.
 """
 
 from dataclasses import replace
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.quant.weight import QuantizedWeight
+from runtime.checkpoint.quant.weight import QuantizedWeight, damaged
 from runtime.checkpoint.source import SourceTensor
 from runtime.util.errors import SpecDecError
 
@@ -17,13 +17,12 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_SIZE = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E2M1_TWICE = tuple(int(2 * number) for number in _E2M1)
-"""Twice the number that each code stands for: these are integers."""
-_DAMAGED = "the model is damaged, or its config.json is another model's; download it again"
+"""Twice the number that each code stands for: an integer."""
 
 
 def experts_of_blocks(tensors: list[SourceTensor], model_dir: Path) -> list[SourceTensor]:
-    """The tensors, with one tensor in place of each pair of blocks and scales. SpecDecError if half of a pair is
-    missing, or the two do not fit each other.
+    """The tensors, with one tensor in place of each pair of blocks and scales. SpecDecError if there is no pair, if one
+    of a pair is missing, or if the two do not fit each other.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     made = []
@@ -40,16 +39,14 @@ def experts_of_blocks(tensors: list[SourceTensor], model_dir: Path) -> list[Sour
         else:
             made.append(tensor)
     if len(made) == len(tensors):
-        raise SpecDecError(
-            f"config.json says that weights are quantized ({MXFP4}), and none are: {model_dir}", hint=_DAMAGED
-        )
+        raise damaged(f"config.json says that weights are quantized ({MXFP4}), and none are: {model_dir}")
     return made
 
 
 def _beside(tensors: dict[str, SourceTensor], name: str, own: str, other: str) -> SourceTensor:
     wanted = name.removesuffix(own) + other
     if wanted not in tensors:
-        raise SpecDecError(f"a tensor of a quantized layer is missing: {wanted}", hint=_DAMAGED)
+        raise damaged(f"a tensor of a quantized layer is missing: {wanted}")
     return tensors[wanted]
 
 
@@ -57,10 +54,9 @@ def _experts(blocks: SourceTensor, scales: SourceTensor) -> SourceTensor:
     *rows, num_bytes = blocks.shape
     are_bytes = blocks.dtype == scales.dtype == torch.uint8
     if not are_bytes or len(rows) != 3 or num_bytes * 2 != _BLOCK_SIZE or scales.shape != tuple(rows):
-        raise SpecDecError(
+        raise damaged(
             f"the tensors of `{blocks.name.removesuffix(_BLOCKS)}` do not fit each other: {list(blocks.shape)} "
-            f"{blocks.dtype} and {list(scales.shape)} {scales.dtype}",
-            hint=_DAMAGED,
+            f"{blocks.dtype} and {list(scales.shape)} {scales.dtype}"
         )
     num_experts, num_outputs, num_blocks = rows
     return replace(
@@ -79,8 +75,8 @@ def is_in_codes(tensor: SourceTensor) -> bool:
 
 
 def codes_of(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
-    """The weights of all experts, stacked by outputs and still quantized. Codes stand for twice their 4-bit numbers,
-    and the bfloat16 scales are half the powers of 2.
+    """The weights of all experts as one quantized weight [experts x outputs, inputs]. Its code book has twice the 4-bit
+    numbers, and its bfloat16 scales are half the powers of 2.
     """
     powers = powers_of(scales) / 2
     book = torch.tensor(E2M1_TWICE, dtype=torch.int8)
@@ -88,19 +84,17 @@ def codes_of(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
 
 
 def half_powers(exponents: Tensor) -> Tensor:
-    """Halves of the powers of 2, bfloat16, for exponents of 8 bits."""
+    """Halves of the powers of 2 for 8-bit exponents, bfloat16: 2^(exponent - 128)."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128).to(torch.bfloat16)
 
 
 def powers_of(exponents: Tensor) -> Tensor:
-    """Powers of 2, bfloat16, for exponents of 8 bits (ue8m0); the largest exponent stands for NaN."""
+    """Powers of 2 for 8-bit exponents (ue8m0), bfloat16: 2^(exponent - 127), and NaN for 255."""
     return (half_powers(exponents) * 2).masked_fill(exponents == 255, torch.nan)
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 [experts, inputs, outputs] from bytes [experts, outputs, blocks, 16], low halves first, and
-    exponents.
-    """
+    """bfloat16 [experts, inputs, outputs] from bytes [experts, outputs, blocks, 16], lower halves first."""
     codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     numbers = torch.tensor(_E2M1, dtype=torch.bfloat16)[codes.int()]
     powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127).masked_fill(scales == 255, torch.nan)

@@ -6,7 +6,7 @@ Also counts the weights that the checkpoint's dtype cannot hold.
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from runtime.checkpoint.tensor_writer import Piece, forms_of
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 _ALGORITHMS: dict[str, QuantAlgo] = {"int8": "W8A16", "int4": "W4A16", "fp8": "FP8_PER_CHANNEL_PER_TOKEN"}
-_FEW = 1e-4  # of a sound model's weights are so near zero that float16 has no other number for them
+_FEW = 1e-4  # share of a sound model's weights that are so near zero that float16 has only zero for them
 
 
 class Losses:
@@ -34,8 +34,8 @@ class Losses:
         self._zero: dict[str, int] = {}
 
     def check(self, saved: Tensor, written: Tensor, entry: SourceTensor) -> None:
-        """Count the numbers of a tensor that became infinite or 0 when it was written in another dtype. SpecDecError if
-        the saved numbers are NaN or infinite already.
+        """Count the numbers of a tensor that became infinite or 0 when they were cast from `saved` to `written`.
+        SpecDecError if saved numbers are NaN or infinite already.
         """
         if not saved.dtype.is_floating_point:
             return
@@ -76,7 +76,7 @@ def check_numbers(saved: Tensor, name: str, file: Path) -> None:
 
 
 def load_numbers(tensors: Seq[SourceTensor]) -> list[Tensor]:
-    """The tensors' values; SpecDecError if one is NaN or infinite."""
+    """The tensors' values. SpecDecError if a number is NaN or infinite, or a file has changed."""
     loaded = load_tensors(tensors)
     for one, values in zip(tensors, loaded, strict=True):
         if one.is_float:
@@ -85,22 +85,20 @@ def load_numbers(tensors: Seq[SourceTensor]) -> list[Tensor]:
 
 
 def _are_finite(weights: Tensor) -> bool:
-    """True if no number is NaN or infinite. Taking the minimum and maximum, which are NaN if any number is, is forty
-    times as fast as testing each number.
-    """
+    """True if no number is NaN or infinite, seen from the two extremes in a fortieth of the time."""
     return not weights.numel() or all(bool(extreme.isfinite()) for extreme in weights.aminmax())
 
 
 @dataclass(frozen=True)
 class PrequantizedLayer:
-    """A layer that is already quantized in the file: the tensors of its weight, and how to read them."""
+    """A layer that is quantized in the file: the tensors of its weight, and the function that reads them."""
 
     parts: Mapping[str, SourceTensor]
     read: Callable[[dict[str, Tensor]], QuantizedWeight]
     quant_algo: QuantAlgo
 
     def load(self) -> QuantizedWeight:
-        """The layer's weight; SpecDecError if its tensors do not fit each other."""
+        """The layer's weight, checked; SpecDecError if its tensors do not fit each other or a file has changed."""
         weight = self.read(dict(zip(self.parts, load_tensors(list(self.parts.values())), strict=True)))
         weight.check(next(iter(self.parts.values())).source_name.rpartition(".")[0])
         return weight
@@ -108,32 +106,32 @@ class PrequantizedLayer:
 
 @dataclass(frozen=True)
 class Source:
-    """A model to be converted, and the facts about its tensors that its config states."""
+    """A model to be converted, and what its config says of its tensors."""
 
     config: dict[str, Any]
     """The model's config, without its quantization."""
     tensors: list[SourceTensor]
-    """Tensors that belong to no quantized layer."""
+    """Tensors outside of quantized layers."""
     layers: dict[str, PrequantizedLayer]
     linears: list[str]
     """Linear layers that can be quantized."""
     transposed: Collection[str]
     """Linear layers whose weights are [inputs, outputs] in the model."""
     head: str | None
-    """Linear layer that computes logits."""
+    """Linear layer that computes logits; None if no linear layer does."""
     name: str
     """The model's name, as it was given."""
     format: str | None = None
-    """Format of the quantized layers in the model's files."""
+    """Format of the quantized layers in the model's files, such as `AWQ`."""
     experts: Collection[str] = ()
-    """Names of quantized layers that hold all experts of a layer; these layers stay as they are."""
+    """Names in `layers` that hold all experts of a layer, and stay quantized."""
 
 
 def plan_pieces(
     source: Source, dtype_of: Callable[[str], torch.dtype], precision: QuantConfig, losses: Losses
 ) -> tuple[list[Piece], Quantization | None]:
-    """Plan the tensors to write and the checkpoint's quantization record. A tensor that is not quantized has the dtype
-    that `dtype_of` gives for its name.
+    """The pieces to write, and the checkpoint's quantization record, None without quantization. A tensor that is not
+    quantized has the dtype that `dtype_of` gives for its name.
     """
     quantized = {} if precision.qformat is None else _sizes(source, precision)
     pieces = [
@@ -158,9 +156,7 @@ def plan_pieces(
 
 
 def quantize_experts(pieces: Seq[Piece], experts: Mapping[str, bool], precision: QuantConfig) -> list[Piece]:
-    """The pieces, with `experts`' weights quantized like linear layers. The value of `experts` is True for a weight
-    that is [experts, inputs, outputs].
-    """
+    """The pieces with `experts` quantized like linear layers; True marks [experts, inputs, outputs]."""
     return [
         _with_quantized_experts(piece, experts, precision) if experts.keys() & piece.forms else piece
         for piece in pieces
@@ -168,7 +164,7 @@ def quantize_experts(pieces: Seq[Piece], experts: Mapping[str, bool], precision:
 
 
 def _with_quantized_experts(piece: Piece, experts: Mapping[str, bool], precision: QuantConfig) -> Piece:
-    """The piece with its experts quantized; Ernie 4.5 VL's piece has two weights, for texts and images."""
+    """The piece with its experts quantized. Ernie 4.5 VL has a piece of two such weights, for texts and images."""
     group_sizes = {
         name: _group_size_of_experts(name, shape[1 if experts[name] else 2], precision)
         for name, (_, shape) in piece.forms.items()
@@ -202,8 +198,8 @@ def _odd(name: str, num_inputs: int) -> SpecDecError:
 
 
 def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
-    """Group sizes of the layers to quantize; SpecDecError if there is no such layer, or if groups do not divide a
-    layer's inputs.
+    """Group sizes of the layers to quantize, by name. SpecDecError if there is no such layer, if groups do not divide a
+    layer's inputs, or if 4-bit numbers have no pair.
     """
     matrices = {tensor.name.removesuffix(".weight"): tensor for tensor in source.tensors if len(tensor.shape) == 2}
     inputs = {name: tensor.shape[0 if name in source.transposed else 1] for name, tensor in matrices.items()}
@@ -232,7 +228,7 @@ def _sizes(source: Source, precision: QuantConfig) -> dict[str, int]:
 
 
 def _tied(source: Source) -> SourceTensor:
-    """The embeddings, if the output layer has no weight of its own and uses theirs; None otherwise."""
+    """The embeddings, which an output layer without a weight uses. SpecDecError if the model has none by that name."""
     found = next((tensor for tensor in source.tensors if tensor.name.endswith("embed_tokens.weight")), None)
     if found is None:
         raise SpecDecError(
@@ -247,12 +243,12 @@ def _untied_head(source: Source, precision: QuantConfig, sizes: dict[str, int], 
     head = source.head
     if head is None or head not in sizes or _has_own_weight(source, head):
         return []
-    return [_quantized(_tied(source), precision, sizes[head], losses, name=head)]
+    return [_quantized(replace(_tied(source), name=f"{head}.weight"), precision, sizes[head], losses)]
 
 
 def _tied_head(source: Source) -> dict[str, PrequantizedLayer]:
-    """The output layer for quantized embeddings (GGUF) that are tied to it. It keeps the file's bits, since each token
-    reads all of it. The embeddings themselves are written dequantized: a token reads a single row.
+    """The output layer, if it has no weight and the embeddings are quantized (GGUF). It keeps their bits, since each
+    token reads all of it. The embeddings themselves are written dequantized: a token reads a single row.
     """
     if source.head is None or source.head in source.layers or _has_own_weight(source, source.head):
         return {}
@@ -276,15 +272,9 @@ def _copied(tensor: SourceTensor, dtype: torch.dtype, losses: Losses) -> Piece:
 
 
 def _quantized(
-    tensor: SourceTensor,
-    precision: QuantConfig,
-    group_size: int,
-    losses: Losses,
-    name: str | None = None,
-    *,
-    is_transposed: bool = False,
+    tensor: SourceTensor, precision: QuantConfig, group_size: int, losses: Losses, *, is_transposed: bool = False
 ) -> Piece:
-    name = name or tensor.name.removesuffix(".weight")
+    name = tensor.name.removesuffix(".weight")
 
     def quantized(weight: Tensor) -> dict[str, Tensor]:
         return _named(name, quantize_weight(weight.t() if is_transposed else weight, precision, group_size))
@@ -300,7 +290,9 @@ def _quantized(
 def _read(
     name: str, layer: PrequantizedLayer, source: Source, dtype: torch.dtype
 ) -> tuple[Piece, QuantizedWeight | None]:
-    """The weight: still quantized if one of our linear layers takes its format, and dequantized otherwise."""
+    """The piece that writes a layer of the file. A linear layer, or a layer's experts, stays quantized, and its weight
+    without values comes beside the piece; other weights, such as embeddings, are dequantized.
+    """
     keys = tuple(layer.parts)
     without_values = layer.read({key: tensor.without_values() for key, tensor in layer.parts.items()})
     without_values.check(name)
@@ -350,7 +342,7 @@ def _read_as(
 
 
 def _check_activations(precision: QuantConfig, kinds: Collection[str | None]) -> None:
-    """SpecDecError for quantized activations if no layer has integer weights."""
+    """SpecDecError for activations of integers if no layer's weights are integers."""
     if precision.activations not in (None, "float") and not {"int8", "int4"} & set(kinds):
         raise SpecDecError(
             f"quantized activations need weights that are integers, and this model has none: {precision.activations}",
@@ -359,8 +351,8 @@ def _check_activations(precision: QuantConfig, kinds: Collection[str | None]) ->
 
 
 def _default_activations(layers: Collection[QuantFormat], head: QuantFormat | None = None) -> LayersActivations:
-    """Formats of activations: the same for all layers, unless an 8-bit output layer's format would slow down the 4-bit
-    layers before it.
+    """Format of activations for layers and an output layer of these kinds. It is the same for all layers, unless an
+    8-bit output layer's format would slow down the 4-bit layers before it.
     """
     if head == "int8" and "int4" in layers and "int8" not in layers:
         return "mixed"

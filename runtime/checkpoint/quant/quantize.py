@@ -1,8 +1,8 @@
-"""Quantizes a weight: each number is rounded to the nearest multiple of its group's scale, and the scale is chosen so
-that the squared error is least.
+"""Quantizes a weight: each number is rounded to the nearest multiple of its group's scale. In integers the scale is the
+one of a few with the least squared error.
 
-No data is needed: a few scales are tried, from the smallest that holds the group's largest number downwards, and the
-best is refined. Clipping rare large numbers makes the steps for all others finer.
+No data is needed: scales are tried from the smallest that holds the group's largest number downwards, and the best is
+refined. Clipping rare large numbers makes the steps for all others finer. In e4m3 only the first scale is used.
 """
 
 import math
@@ -23,9 +23,7 @@ _ROWS_BYTES = 2**21  # of the weight that is quantized at a time: several as lar
 
 
 def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
-    """Group size for a layer: the wanted size, or the largest smaller power of two that divides the inputs. None stands
-    for one group of all inputs. SpecDecError if no size of at least 16 divides the inputs.
-    """
+    """The wanted group size, for None all inputs, or a smaller power of two from 16 on. SpecDecError if none fits."""
     if wanted is None:
         return inputs
     size = math.gcd(inputs, wanted)
@@ -39,7 +37,7 @@ def group_size_for(name: str, inputs: int, wanted: int | None) -> int:
 
 
 def quantize_weight(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
-    """The weight [outputs, inputs] in the wanted format."""
+    """The weight [outputs, inputs] in the format of `precision`."""
     if weight.is_meta:
         return _form(weight, precision, group_size)
     if precision.qformat != "fp8" and _has_kernel(weight):
@@ -50,7 +48,7 @@ def quantize_weight(weight: Tensor, precision: QuantConfig, group_size: int) -> 
 
 
 def _has_kernel(weight: Tensor) -> bool:
-    """True if the CPU's kernels are loaded, and read such a weight."""
+    """True if our kernels are loaded, and read a weight on this device and in this dtype."""
     is_loaded = hasattr(torch.ops.specdec, "quantize_integers")
     return is_loaded and weight.device.type == "cpu" and weight.dtype in _OF_KERNEL
 
@@ -65,9 +63,7 @@ def _by_kernel(weight: Tensor, group_size: int, *, is_int4: bool) -> tuple[Tenso
 
 
 def _form(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedWeight:
-    """The shapes of the quantized weight, on the device `meta`. There a search for scales would take as many calls as
-    with numbers.
-    """
+    """The quantized weight on the device `meta`, where a search for scales would only cost time."""
     scales = weight.reshape(len(weight), -1, group_size)[:, :, 0].to(torch.float16)
     if precision.qformat == "fp8":
         return QuantizedWeight(weight.to(torch.float8_e4m3fn), scales.float())
@@ -76,7 +72,7 @@ def _form(weight: Tensor, precision: QuantConfig, group_size: int) -> QuantizedW
 
 
 def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> tuple[Tensor, Tensor]:
-    """Values and scales: float16 scales for integers, float32 scales for e4m3."""
+    """Values, and scales [outputs, groups]: float16 for integers, float32 for e4m3."""
     outputs, inputs = weight.shape
     groups = weight.reshape(outputs, -1, group_size)
     if precision.qformat == "fp8":
@@ -84,16 +80,15 @@ def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> t
         values = (groups / _without_zeros(scales)[:, :, None]).clamp(-_E4M3_MAX, _E4M3_MAX)
         return values.to(torch.float8_e4m3fn).view(outputs, inputs), scales
     lowest, highest = (-8, 7) if precision.qformat == "int4" else (-127, 127)
-    # The number of the largest size becomes the lowest integer, of which 4 bits have one more than of the highest.
+    # The number with the largest magnitude becomes the lowest integer: 4 bits have -8, and no 8.
     extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[:, :, 0]
     best, best_error = torch.zeros_like(extremes), torch.full_like(extremes, torch.inf, dtype=torch.float64)
-    for clip in _CLIPS[:1] if _is_best_unclipped(extremes, highest, group_size) else _CLIPS:
-        scales = (extremes * (clip / lowest)).half().float()  # rounded first: the stored scale is measured
-        rounded = _nearest(groups, scales, lowest, highest) * scales[:, :, None]
-        error = (rounded - groups).square_().sum(-1, dtype=torch.float64)
-        best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
-    for _ in range(_REFINEMENTS):
-        scales = _fitted(groups, _nearest(groups, best, lowest, highest))
+    clips = _CLIPS[:1] if _is_best_unclipped(extremes, highest, group_size) else _CLIPS
+    for i in range(len(clips) + _REFINEMENTS):
+        if i < len(clips):
+            scales = (extremes * (clips[i] / lowest)).half().float()  # rounded first: the stored scale is measured
+        else:
+            scales = _fitted(groups, _nearest(groups, best, lowest, highest))
         rounded = _nearest(groups, scales, lowest, highest) * scales[:, :, None]
         error = (rounded - groups).square_().sum(-1, dtype=torch.float64)
         best, best_error = torch.where(error < best_error, scales, best), torch.minimum(error, best_error)
@@ -102,9 +97,9 @@ def _quantize_rows(weight: Tensor, precision: QuantConfig, group_size: int) -> t
 
 
 def _is_best_unclipped(extremes: Tensor, highest: int, group_size: int) -> bool:
-    """True if clipping cannot win, as in int8 in groups of up to 128. There, cutting the largest number by 5 % costs
-    more than rounding all numbers of the group by half a step each. (Float16 has scales above 2^-14 to one part in
-    2,048.)
+    """True if clipping cannot win, as in int8 in groups of up to 128: cutting the largest number by 5 % costs more than
+    rounding all numbers of the group by half a step each. Scales must be 0 or at least 2^-14, where float16 is exact to
+    one part in 2,048.
     """
     steps = extremes.abs() / highest
     is_exact = bool(((steps >= 2**-14) | (steps == 0)).all())
@@ -116,7 +111,7 @@ def _errs_less_than_a_clip(highest: int, group_size: int) -> bool:
 
 
 def _fitted(groups: Tensor, integers: Tensor) -> Tensor:
-    """Least-squares scale for these integers. Rounding with it may give other integers."""
+    """Least-squares scales for these integers, as float16 has them. Rounding with them may give other integers."""
     product = (groups * integers).sum(-1, dtype=torch.float64)
     return (product / integers.square().sum(-1, dtype=torch.float64).clamp(min=1)).float().half().float()
 

@@ -4,8 +4,8 @@
     weight[n, k] = scales[n, g] x (values[n, j] + 2^(bits - 1)) + offsets[n, g]   where there are offsets, or
     weight[n, k] = scales[n, g] x book[values[n, j]]                              where there is a code book
 
-of the group g = j // group_size; k is j, or `order[j]` where inputs were reordered. All in float32; then rounded to the
-dtype that is asked for.
+in the group g = j // group_size; k is j, or `order[j]` where inputs were reordered. It is computed in float32, and then
+rounded to the wanted dtype.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,11 +25,15 @@ little error; beside 8-bit weights they add much.
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PREFIX = "weight_"
 _VALUES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
-_LOST = "the model is damaged, or its config.json is another model's; download it again"
 Present = Callable[..., AbstractContextManager[object]]
-"""Context manager in which the given tensors hold their numbers in memory."""
+"""Context manager that gives tensors their numbers in memory for its block."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions of eight neighbouring numbers in a 32-bit word, in AWQ's order."""
+"""Places of eight neighbouring numbers within AWQ's 32-bit words."""
+
+
+def damaged(said: str) -> SpecDecError:
+    """The error for quantized weights that contradict each other, or the config."""
+    return SpecDecError(said, hint="the model is damaged, or its config.json is another model's; download it again")
 
 
 @dataclass(frozen=True)
@@ -41,19 +45,15 @@ class QuantizedWeight:
     the first in the lower half.
     """
     scales: Tensor
-    """Scales [outputs, groups] in float32, float16 or bfloat16. They may be negative, and are 0 only for groups of
-    zeros.
-    """
+    """Scales [outputs, groups] in float32, float16 or bfloat16; they may be negative."""
     zeros: Tensor | None = None
     """Zero points, int16 [outputs, groups]."""
     offsets: Tensor | None = None
     """Offsets, float32 [outputs, groups]. A weight with offsets has no zeros."""
     order: Tensor | None = None
-    """The layer's input that each column belongs to, int32 [inputs]."""
+    """The input that each column belongs to, int32 [inputs]; None if columns are in the inputs' order."""
     book: Tensor | None = None
-    """Code book, int8 [16]: the numbers that 4-bit values stand for. A weight with a code book has neither zeros nor
-    offsets.
-    """
+    """Code book, int8 [16], of a weight without zeros and offsets: the numbers that 4-bit values stand for."""
 
     @property
     def kind(self) -> QuantFormat:
@@ -119,7 +119,7 @@ class QuantizedWeight:
         return replace(self, **{name: part[order] for name, part in self.by_output().items()})
 
     def check(self, name: str) -> None:
-        """SpecDecError, naming the layer, if shapes or dtypes do not fit each other, or numbers are NaN or infinite."""
+        """SpecDecError, naming the layer, if its tensors' shapes, dtypes or numbers cannot be those of a weight."""
         self._check_forms(name)
         if self.values.is_meta:
             return
@@ -127,46 +127,37 @@ class QuantizedWeight:
             tensor = getattr(self, part)
             if tensor is not None and not bool(tensor.isfinite().all()):
                 share = float((~tensor.isfinite()).sum()) / tensor.numel()
-                raise SpecDecError(f"{share:.2%} of the {part} of `{name}` are NaN or infinite", hint=_LOST)
+                raise damaged(f"{share:.2%} of the {part} of `{name}` are NaN or infinite")
         if self.kind == "fp8" and bool(self.values.isnan().any()):
-            raise SpecDecError(f"8-bit numbers of `{name}` are NaN", hint=_LOST)
+            raise damaged(f"8-bit numbers of `{name}` are NaN")
         if self.zeros is not None and int(self.zeros.abs().max()) > self._half_range:
-            raise SpecDecError(
-                f"a zero point of `{name}` is out of the range of {self.kind}: {int(self.zeros.abs().max())}",
-                hint=_LOST,
-            )
+            raise damaged(f"a zero point of `{name}` is out of the range of {self.kind}: {int(self.zeros.abs().max())}")
         if self.book is not None and (self.book.shape != (16,) or self.zeros is not None or self.offsets is not None):
-            raise SpecDecError(
+            raise damaged(
                 f"the code book of `{name}` should have 16 numbers, without zero points or offsets: "
-                f"{list(self.book.shape)}",
-                hint=_LOST,
+                f"{list(self.book.shape)}"
             )
         inputs = self.shape[1]
         if self.order is not None and not torch.equal(
             self.order.sort().values, torch.arange(inputs, dtype=torch.int32)
         ):
-            raise SpecDecError(
-                f"the order of inputs of `{name}` does not name each of its {inputs} inputs once", hint=_LOST
-            )
+            raise damaged(f"the order of inputs of `{name}` does not name each of its {inputs} inputs once")
 
     def _check_forms(self, name: str) -> None:
         (outputs, inputs), groups = self.shape, self.scales.shape[-1]
         grouped = [self.scales, *(part for part in (self.zeros, self.offsets) if part is not None)]
         if any(part.shape != (outputs, groups) for part in grouped) or not groups or inputs % groups:
-            raise SpecDecError(
-                f"the scales of `{name}` do not fit its {outputs} x {inputs} values: {list(self.scales.shape)}",
-                hint=_LOST,
+            raise damaged(
+                f"the scales of `{name}` do not fit its {outputs} x {inputs} values: {list(self.scales.shape)}"
             )
         if self.scales.dtype not in SCALE_DTYPES:
-            raise SpecDecError(f"the scales of `{name}` are no floating-point numbers: {self.scales.dtype}", hint=_LOST)
+            raise damaged(f"the scales of `{name}` are no floating-point numbers: {self.scales.dtype}")
         if self.order is not None and self.order.shape != (inputs,):
-            raise SpecDecError(
-                f"the order of inputs of `{name}` should have {inputs} entries: {list(self.order.shape)}", hint=_LOST
-            )
+            raise damaged(f"the order of inputs of `{name}` should have {inputs} entries: {list(self.order.shape)}")
 
 
 def pack_int4(integers: Tensor) -> Tensor:
-    """Two values to a byte, uint8 [outputs, inputs / 2], from int8 [outputs, inputs] with values from -8 to 7."""
+    """Two values in a byte, uint8 [outputs, inputs / 2], from int8 [outputs, inputs] with values from -8 to 7."""
     counts = (integers + 8).to(torch.uint8)
     return counts[:, ::2] | counts[:, 1::2] << 4
 
@@ -174,7 +165,7 @@ def pack_int4(integers: Tensor) -> Tensor:
 def from_integers(
     integers: Tensor, scales: Tensor, *, bits: int, zeros: Tensor | None = None, order: Tensor | None = None
 ) -> QuantizedWeight:
-    """Build a weight from int8 integers [outputs, inputs] that fit into `bits`, 4 or 8."""
+    """The weight with these int8 integers [outputs, inputs], which fit into `bits`, 4 or 8."""
     values = pack_int4(integers) if bits == 4 else integers.contiguous()
     return QuantizedWeight(values, scales.contiguous(), zeros=zeros, order=order)
 
@@ -182,9 +173,7 @@ def from_integers(
 def take_quantized(
     tensors: dict[str, Tensor], present: Present = lambda *_: nullcontext()
 ) -> dict[str, QuantizedWeight]:
-    """Quantized weights by their layers' names, taken out of a checkpoint's tensors. Each layer's tensors are read
-    within the context `present`.
-    """
+    """Quantized weights by layers' names, taken out of `tensors`, and checked within `present`."""
     parts: dict[str, dict[str, Tensor]] = {}
     suffixes = {f".{_PREFIX}{field.name}": field.name for field in fields(QuantizedWeight)}
     for name in list(tensors):
@@ -204,13 +193,11 @@ def _from_parts(name: str, parts: Mapping[str, Tensor], present: Present) -> Qua
     return weight
 
 
-# Integers out of the words that checkpoints pack them into. Values are never looked at: shapes are found on `meta`.
+# Integers from the words that they are packed into. No value is looked at, so this works on the device `meta` too.
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Numbers uint8 [rows, numbers] from words int32 [rows, words], which hold numbers of 4 or 8 bits each, the first
-    in the lowest bits.
-    """
+    """Numbers of 4 or 8 bits, uint8 [rows, numbers], from words int32 [rows, words], lowest bits first."""
     numbers: Tensor = words.contiguous().view(torch.uint8)
     if bits == 8:
         return numbers
@@ -219,22 +206,20 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """Unpack 4 bits in AWQ's order, like `unpack`."""
+    """Numbers of 4 bits as from `unpack`, from words in AWQ's order."""
     numbers = unpack(words, 4)
     ordered: Tensor = numbers.view(numbers.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].flatten(1)
     return ordered
 
 
 def signed(numbers: Tensor, bits: int) -> Tensor:
-    """Signed numbers, int8: codes from 0 on, less half of their range."""
+    """Signed numbers, int8: codes from 0 on, less half of their range, which is 8 for 4 bits."""
     centred: Tensor = numbers.to(torch.int16) - 2 ** (bits - 1)
     return centred.to(torch.int8)
 
 
 def scales_of(scales: Tensor, outputs: int, block_rows: int = 1) -> Tensor:
-    """Scales [outputs, groups] from one scale for the weight, one for each output, or one for each block of outputs and
-    groups.
-    """
+    """Scales [outputs, groups] from one scale, one for each output, or one for each block of `block_rows` outputs."""
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(outputs, 1)
     if scales.dim() == 1:

@@ -29,8 +29,8 @@ _SLIDING = "sliding_attention"
 
 
 class AssistantHead(PagedHead):
-    """A Gemma 4 assistant. `outputs` returns the state that replaces the target's, and the state that logits are made
-    from.
+    """A Gemma 4 assistant. An output is the state that replaces the target's within a draft, followed by the state that
+    logits are made from: [tokens, target's width + own width].
     """
 
     uses_kernels, reads_target, attention = False, True, KERNEL
@@ -72,12 +72,9 @@ class AssistantHead(PagedHead):
     def kv_layers(self) -> tuple[LayerShape, ...]:
         return ()
 
-    def reduce(self, states: Tensor) -> Tensor:
-        return states
-
     def read_layers_of(self, target: EngineConfig) -> None:
-        """Choose the target's layers whose keys are read. SpecDecError if these keys do not fit the assistant's
-        queries.
+        """Choose the target's layers whose keys and values are read: the last layer of each kind that stores them.
+        SpecDecError if its keys do not fit the assistant's queries.
         """
         shared = language_model(target.pretrained_config).get("num_kv_shared_layers") or 0
         end = num_layers_of(target.pretrained_config) - shared
@@ -102,8 +99,8 @@ class AssistantHead(PagedHead):
         self.places = tuple(places)
 
     def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """Outputs for tokens at the position of the sequence's last token; only the target's part of the states is
-        read.
+        """Outputs for tokens at the position of the sequence's last token. Of the states, the first numbers are read,
+        as many as the target's are wide.
         """
         embedded = F.embedding(ids, self.embedding) * self.embedding_scale
         inputs = self.pre_projection(torch.cat([embedded, states[..., : self.config.target_hidden_size]], -1))
@@ -119,16 +116,17 @@ class AssistantHead(PagedHead):
         return torch.cat([self.post_projection(hidden), hidden], -1)
 
     def pages(self, batch: Batch, pool: KVPool) -> PagedInputs:
-        """The target's pages of the layers that are read. The query sees all tokens before the last; the last has no
-        keys yet. Attention writes its own new keys into slots that nothing reads.
+        """The target's pages of the layers that are read. The query sees all tokens before the last token, which has no
+        keys yet. Attention writes its own new keys into the null block, which nothing reads.
         """
         keys, values = ([part[i] for i in self.places] for part in (pool.keys, pool.values))
         scales = [pool.scales[i] for i in self.places] if pool.scales else []
-        nowhere = torch.zeros_like(batch.slot_mapping)  # in the null block
+        nowhere = torch.zeros_like(batch.slot_mapping)
         layers = tuple(range(len(self.places)))
         return PagedInputs(keys, values, scales, batch.positions - 1, nowhere, batch.block_tables, layers)
 
     def _nothing(self, shape: LayerShape, like: Tensor) -> tuple[Tensor, Tensor]:
+        """A key and a value of zeros for each token: transformers' layers want some beside the pages."""
         zeros = torch.zeros_like(like[..., :1])[:, None]
         sizes = shape.key_head_dim, shape.value_head_dim
         key, value = (zeros.expand(-1, shape.num_kv_heads, -1, size).contiguous() for size in sizes)
@@ -145,8 +143,8 @@ class AssistantHead(PagedHead):
 
 
 def _layers(config: Any, head: HeadConfig) -> Any:
-    """transformers' text model in which every layer reads another layer's keys and values, which its config cannot
-    express.
+    """transformers' text model in which every layer reads the keys and values of a layer elsewhere, which its config
+    cannot express.
     """
     text, n = config.get_text_config(), head.num_layers
     kind = type(text)
@@ -163,7 +161,9 @@ def _layers(config: Any, head: HeadConfig) -> Any:
 
 
 def load_assistant(config: HeadConfig, embedding: Tensor | None, dtype: torch.dtype) -> AssistantHead:
-    """Load the assistant; `embedding` [vocab, hidden] is the target's."""
+    """Load the assistant; `embedding` [vocab, hidden] is the target's. SpecDecError if the target's is not there, or if
+    the files lack a weight or have it in another shape.
+    """
     where, width = config.directory, config.target_hidden_size
     if embedding is None or tuple(embedding.shape) != (config.vocab_size, width):
         raise SpecDecError(

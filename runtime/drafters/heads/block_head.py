@@ -20,12 +20,13 @@ from runtime.checkpoint.config import LayerShape
 from runtime.core.batch import Batch
 from runtime.core.kv_cache import KVPool
 from runtime.drafters.heads.head_config import BlockConfig, HeadConfig
+from runtime.drafters.heads.paged_head import kv_shapes
 from runtime.engine.draft_vocab import among_all
 from runtime.model.attention import KERNEL, PagedInputs, write_kv
 
 
 class BlockHead(nn.Module):
-    """`model` has the layers, the norm and the rotary embedding, without memory for numbers."""
+    """A DFlash or DSpark head. `model` has its layers, its norm and its rotary embedding, on `meta`."""
 
     uses_kernels = reads_target = False
     attention, first_token, keeps_outputs, drafts_at_once = KERNEL, 0, False, True
@@ -60,19 +61,15 @@ class BlockHead(nn.Module):
 
     @property
     def kv_layers(self) -> tuple[LayerShape, ...]:
-        shapes = []
-        for i, layer in enumerate(self.layers):
-            attention, dim = layer.self_attn, layer.self_attn.head_dim
-            shapes.append(LayerShape(i, attention.config.num_key_value_heads, dim, dim, None))
-        return tuple(shapes)
+        return kv_shapes(self.layers)
 
     def reduce(self, states: Tensor) -> Tensor:
         reduced: Tensor = self.hidden_norm(self.fc(states))
         return reduced
 
     def see(self, batch: Batch, states: Tensor, pool: KVPool) -> None:
-        """Write the keys and values of a batch's tokens; `states` [B x Q, state_size] are the target's reduced hidden
-        states.
+        """Write keys and values for a batch's tokens into the pool; `states` [B x Q, state_size] are the target's
+        reduced hidden states of these tokens.
         """
         cos, sin = self.rotary_emb(states[None], batch.positions.reshape(1, -1))
         paged = _pages(batch, pool, batch.positions)
@@ -86,9 +83,7 @@ class BlockHead(nn.Module):
             write_kv(paged, place, rotated[0], value.transpose(1, 2)[0])
 
     def forward(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
-        """Outputs [B x Q, hidden] of blocks, one block a row. `states` is not read: `see` has stored the keys
-        already.
-        """
+        """Outputs [B x Q, hidden] of blocks, a block a row. `states` is not read: `see` has stored the keys."""
         hidden = F.embedding(batch.input_ids.reshape(1, -1), self.embedding)
         last = batch.positions.amax(1, keepdim=True).expand_as(batch.positions)
         both_ways, one_way = _pages(batch, pool, last.contiguous()), _pages(batch, pool, batch.positions)
@@ -105,7 +100,7 @@ class BlockHead(nn.Module):
         return among_all(self.lm_head(outputs), self.draft_ids, self.config.vocab_size)
 
     def behind(self, logits: Tensor, outputs: Tensor, last_ids: Tensor) -> Tensor:
-        """Add to these logits the term that depends on the tokens before, `last_ids` [tokens]."""
+        """Logits with the term that depends on the tokens before, `last_ids` [tokens], if the head has this term."""
         if not self.block.markov_rank:
             return logits
         before = self.markov_w1(last_ids)
@@ -114,7 +109,7 @@ class BlockHead(nn.Module):
         return logits + among_all(self.markov_w2(before), self.draft_ids, self.config.vocab_size)
 
     def confidences(self, outputs: Tensor, last_ids: Tensor) -> list[float] | None:
-        """Predicted chance that each next token is accepted; None if the head predicts none."""
+        """Predicted chances that the next tokens are accepted; None if the head predicts no chances."""
         if self.block.confidence == "none":
             return None
         features = [outputs] if self.block.confidence == "hidden" else [outputs, self.markov_w1(last_ids)]
@@ -123,8 +118,8 @@ class BlockHead(nn.Module):
 
 
 def num_slots(block: BlockConfig, num_drafts: int, room: int) -> int:
-    """Number of slots in a block for `num_drafts` draft tokens; `room` is the sequence's room for the draft and the
-    last token.
+    """Number of slots in a block for `num_drafts` draft tokens; `room` is the number of free slots in the sequence's
+    pages from the last token on.
     """
     assert block.size is not None
     wanted = block.size if not block.is_cut else num_drafts + (not block.starts_at_anchor)

@@ -47,7 +47,7 @@ class BlockConfig:
     """Config of a head that drafts several tokens in one pass: the sequence's last token, then mask tokens."""
 
     size: int | None
-    """Slots that the head was trained for, the last token's included; None for P-EAGLE, whose config has no number."""
+    """Slots that the head was trained for, the last token's included; None if its config does not say (P-EAGLE)."""
     mask_token_id: int
     starts_at_anchor: bool
     """True if the last token's slot drafts the next token, and False if the first mask does."""
@@ -59,15 +59,13 @@ class BlockConfig:
 
     @property
     def is_cut(self) -> bool:
-        """True if a draft of fewer tokens is computed as a shorter block. DSpark's blocks always have their trained
-        length: shorter ones give garbled output (vLLM's `SpeculativeConfig`).
+        """True if a draft of fewer tokens is computed as a shorter block. Blocks with a `markov` term always have their
+        trained length: shorter blocks give garbled output (vLLM's `SpeculativeConfig`).
         """
         return self.markov == "none"
 
     def num_drafts(self, num_slots: int) -> int:
-        """Draft tokens of a block of `num_slots` slots: the same number, or one fewer if its first slot is a known
-        token.
-        """
+        """Draft tokens of a block: as many as its slots, or one fewer if the first slot is a known token."""
         return num_slots - (not self.starts_at_anchor)
 
 
@@ -88,10 +86,12 @@ class HeadConfig:
     hidden_states: tuple[int, ...] | None
     """Numbers of the hidden states that it reads; None if they depend on the number of the target's layers."""
     flags: frozenset[str] = frozenset()
-    """Flags of `_FLAGS` that are on. An assistant may have `centroids`, by which it chooses ids."""
+    """Flags of `_FLAGS` that are on. An assistant may have `centroids`, by which it chooses ids, and a block head
+    `target_output`, if it uses the target's output layer.
+    """
     logit_scale: float = 1.0
     max_draft_len: int | None = None
-    """Number of tokens that its config proposes to draft."""
+    """Number of tokens that its config proposes to draft; None if it proposes none."""
     block: BlockConfig | None = None
     num_target_layers: int | None = None
     """Number of the target's layers, if the head's config states it."""
@@ -117,9 +117,7 @@ class HeadConfig:
         return self.draft_vocab_size == self.vocab_size
 
     def hidden_states_of(self, num_layers: int) -> tuple[int, ...]:
-        """Hidden states that the head reads from a target of `num_layers` layers. SpecDecError if the target lacks one
-        of them.
-        """
+        """Hidden states that the head reads from a target of this size; SpecDecError if the target lacks a layer."""
         if self.kind not in ("eagle3", "dflash"):
             return (num_layers,)
         wanted = (2, num_layers // 2, num_layers - 3) if self.hidden_states is None else self.hidden_states
@@ -142,8 +140,9 @@ class HeadConfig:
                 f"{shown(config.get('model_type'))}: {self.directory}",
                 hint="it was trained for another target",
             )
-        found = language_model(config).get("hidden_size"), vocab_size
-        for what, own, its in zip(("hidden size", "vocabulary"), self._target, found, strict=True):
+        hidden_size = language_model(config).get("hidden_size")
+        sizes = ("hidden size", self.target_hidden_size, hidden_size), ("vocabulary", self.vocab_size, vocab_size)
+        for what, own, its in sizes:
             if own != its:
                 raise SpecDecError(
                     f"the head was trained for a target with a {what} of {own}, and this target has {its}: "
@@ -152,20 +151,17 @@ class HeadConfig:
                 )
         self.hidden_states_of(num_layers_of(config))
 
-    @property
-    def _target(self) -> tuple[int, int]:
-        return self.target_hidden_size, self.vocab_size
-
 
 @dataclass(frozen=True)
 class DraftOutputSettings:
-    """Requested output layer for a trained head and a self-draft copy; None for the model's own."""
+    """Requested ids and number formats for a trained head and a self-draft copy; None for the model's own."""
 
     vocab: str | None = None
     """Ids that may be drafted: `auto`, or a file of ids, traces or a corpus."""
     vocab_size: int | None = None
     """Number of ids that may be drafted."""
     qformat: IntFormat | None = None
+    """Quantization of the output layer."""
     layers: IntFormat | None = None
     """Quantization of the head's other linear layers."""
 
@@ -178,7 +174,7 @@ class DraftOutputSettings:
         return DraftOutput(self.qformat, len(ids) or None, self.layers)
 
     def check(self, heads: "Seq[HeadConfig]", *, has_copy: bool) -> None:
-        """UsageError if no drafter uses such an output layer; SpecDecError for a file that cannot be read."""
+        """UsageError if no drafter can use these settings; SpecDecError for a vocabulary's file that cannot be read."""
         for name, value in (("draft_vocab", self.vocab), ("draft_output_layer", self.qformat)):
             if value is not None and not heads and not has_copy:
                 raise UsageError(
@@ -249,26 +245,29 @@ def is_parallel_model(model: Path | str) -> bool:
     if is_head(model):
         return False
     try:
-        path = Path(model).expanduser()
-        config_file = path / "config.json"
-        config = read_json(config_file) if config_file.is_file() else read_model_config(resolve_model(str(model)))
+        return _pard_mask(_config_of_model(model)) is not None
     except SpecDecError:
         return False
-    return _pard_mask(config.get("pretrained_config", config)) is not None
 
 
 def check_is_parallel(model: Path | str) -> None:
-    """SpecDecError unless this model, or this engine, can be a parallel draft model by its config.json."""
+    """SpecDecError unless this model, or this engine, has PARD's mask token in its config.json."""
+    config = _config_of_model(model)
+    vocab_size = language_model(config).get("vocab_size")
+    read_pard_mask(config, vocab_size if type(vocab_size) is int else _LARGEST_SIZE, model)
+
+
+def _config_of_model(model: Path | str) -> dict[str, Any]:
+    """The `pretrained_config` of a model, by its name or directory, or of an engine's model."""
     config_file = Path(model).expanduser() / "config.json"
     config = read_json(config_file) if config_file.is_file() else read_model_config(resolve_model(str(model)))
-    pretrained = config.get("pretrained_config", config)
-    vocab_size = language_model(pretrained).get("vocab_size")
-    read_pard_mask(pretrained, vocab_size if type(vocab_size) is int else _LARGEST_SIZE, model)
+    pretrained: dict[str, Any] = config.get("pretrained_config", config)
+    return pretrained
 
 
 def read_pard_mask(config: dict[str, Any], vocab_size: int, directory: Path | str) -> int:
-    """Id of PARD's mask token by a draft model's `pretrained_config`. SpecDecError if the config has none, or one
-    outside of the vocabulary.
+    """Id of PARD's mask token by a draft model's `pretrained_config`. SpecDecError if the config has no id, or an id
+    outside the vocabulary.
     """
     found = _pard_mask(config)
     if found is None:
@@ -296,7 +295,7 @@ def _pard_mask(config: dict[str, Any]) -> Any:
 
 
 def is_head(directory: Path | str) -> bool:
-    """True for a directory with the config of a trained drafter, also of an unsupported kind."""
+    """True for a directory with the config of a trained drafter alone, also of an unsupported kind."""
     return kind_of_head(directory) is not None
 
 
@@ -327,7 +326,7 @@ def has_mtp_head(model: Path | str) -> bool:
 
 
 def _names_in(directory: Path) -> Iterable[str]:
-    """Names of a model's weights."""
+    """Names of a model's weights; none if the file cannot be read."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not single.is_file():
         names: dict[str, str] = read_json(index).get("weight_map") or {}
@@ -352,7 +351,9 @@ def _kind_of(config: dict[str, Any]) -> HeadKind | None:
         return "dflash"
     is_assistant = str(config.get("model_type")).endswith("_assistant")
     is_named = any(key in config for key in ("speculators_model_type", "draft_vocab_size", "dflash_config"))
-    return "eagle3" if is_assistant or is_named or _names_eagle3(config) else None
+    names = config.get("architectures")
+    names_eagle3 = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+    return "eagle3" if is_assistant or is_named or names_eagle3 else None
 
 
 def _kind_of_block(config: dict[str, Any]) -> str | None:
@@ -364,15 +365,8 @@ def _kind_of_block(config: dict[str, Any]) -> str | None:
     return found or ("dflash" if "dflash_config" in config else None)
 
 
-def _names_eagle3(config: dict[str, Any]) -> bool:
-    names = config.get("architectures")
-    return isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
-
-
 def read_head(head: Path | str) -> HeadConfig:
-    """Config of a head, from the head's directory or from a model that contains one; SpecDecError if it cannot
-    draft.
-    """
+    """Config of a head, from its directory or from a model that contains it; SpecDecError if it cannot draft."""
     directory = resolve_head(str(head))
     if directory.is_file():
         raise SpecDecError(
@@ -441,7 +435,7 @@ def _common_fields(config: dict[str, Any], layers: dict[str, Any], where: str) -
 
 
 def _parallel_block(config: dict[str, Any], vocab_size: int, where: str) -> BlockConfig | None:
-    """P-EAGLE's mask token, with which EAGLE-3 drafts all tokens in one pass; None for plain EAGLE-3."""
+    """Block with P-EAGLE's mask token, by which an EAGLE-3 head drafts all tokens in one pass; None for other heads."""
     is_parallel = config.get("speculators_model_type") == "peagle" or config.get("parallel_drafting") is True
     if not is_parallel and not any(key in config for key in ("pard_token", "ptd_token_id")):
         return None
@@ -456,28 +450,23 @@ def _read_block(config: dict[str, Any], directory: Path, where: str) -> HeadConf
     layers = {"model_type": BLOCK_LAYERS} | layers
     _refuse_other_blocks(config, own, layers, where)
     common = _common_fields(config, layers, where)
+    has_output = any(name.removeprefix("model.") == "lm_head.weight" for name in _names_in(directory))
     return HeadConfig(
         directory.expanduser(),
         "dflash",
         num_layers=_size(layers, "num_hidden_layers", where),
         hidden_states=_block_states(config, own, where),
-        flags=frozenset() if "lm_head.weight" in _own_names(directory) else frozenset({"target_output"}),
+        flags=frozenset() if has_output else frozenset({"target_output"}),
         block=_block_of(config, own, common["vocab_size"], where),
         num_target_layers=config.get("num_target_layers"),
         **common,
     )
 
 
-def _own_names(directory: Path) -> set[str]:
-    return {name.removeprefix("model.") for name in _names_in(directory)}
-
-
 def _block_of(config: dict[str, Any], own: dict[str, Any], vocab_size: int, where: str) -> BlockConfig:
     sizes = own if "block_size" in own else config
-    size, is_dspark = (
-        _size(sizes, "block_size", where, 8 if "speculators_model_type" in config else None),
-        _kind_of_block(config) == "dspark",
-    )
+    is_dspark = _kind_of_block(config) == "dspark"
+    size = _size(sizes, "block_size", where, 8 if "speculators_model_type" in config else None)
     if size < 2 - is_dspark:
         raise _damaged(f"`{where}: block_size` leaves no slot to draft: {size}")
     anchor = config.get("sample_from_anchor", is_dspark and "speculators_model_type" not in config)
@@ -534,7 +523,9 @@ def _block_states(config: dict[str, Any], own: dict[str, Any], where: str) -> tu
 
 
 def _state_ids(record: dict[str, Any], key: str, after: int, where: str) -> tuple[int, ...]:
-    """Numbers of hidden states from a list of layers: of their inputs (`after` 0) or outputs (`after` 1)."""
+    """Numbers of hidden states from a list of layers: the inputs of these layers (`after` 0), or their outputs (`after`
+    1). Layer 5's input is hidden state 5, its output 6.
+    """
     ids = record.get(key)
     if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
         raise _damaged(f"`{where}: {key}` is not a list of layers: {shown(ids)}")
@@ -571,9 +562,7 @@ def _read_assistant(config: dict[str, Any], directory: Path, where: str) -> Head
 
 
 def _num_mtp_layers(config: dict[str, Any]) -> int:
-    """Number of MTP layers behind the model's own layers, by the keys of DeepSeek and GLM, or of Qwen; 0 if there are
-    none.
-    """
+    """Number of MTP layers behind the model's own layers; 0 if there are none."""
     for record in (config, config.get("text_config")):
         for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
             if isinstance(record, dict) and type(record.get(key)) is int:
@@ -598,7 +587,7 @@ def _eagle3_states(config: dict[str, Any], own: dict[str, Any], where: str) -> t
     """Hidden states that an EAGLE-3 head reads. `speculators` numbers the inputs of layers, as transformers'
     `hidden_states`; SpecForge and NVIDIA number the outputs.
 
-    SafeAILab's configs do not state them: these heads read the inputs of layers 2, L // 2 and L - 3.
+    None for SafeAILab's configs, which do not state them: these heads read the inputs of layers 2, L // 2 and L - 3.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     for record, after in ((config, 0), (own, 1)):
@@ -632,7 +621,7 @@ def _scale(config: dict[str, Any], where: str) -> float:
 
 
 def _proposed_len(config: dict[str, Any]) -> int | None:
-    """Draft length of a `speculators` config's first proposal."""
+    """Draft length of a `speculators` config's first proposal; None if there is no proposal."""
     try:
         length = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     except (KeyError, IndexError, TypeError):
@@ -641,7 +630,9 @@ def _proposed_len(config: dict[str, Any]) -> int | None:
 
 
 def states_of_heads(heads: Seq[HeadConfig], pretrained_config: dict[str, Any]) -> tuple[int, ...]:
-    """The hidden states that a target's step must return for these heads. SpecDecError if heads read different ones."""
+    """The hidden states that a target's step must return for these heads. SpecDecError if two heads read different
+    hidden states, or if the target lacks a layer.
+    """
     wanted = {head.hidden_states_of(num_layers_of(pretrained_config)) for head in heads}
     if len(wanted) > 1:
         raise SpecDecError(f"heads read different hidden states of one target: {sorted(wanted)}", hint="give one head")
@@ -656,7 +647,7 @@ def hidden_states_for(heads: Seq[HeadConfig], model: str) -> tuple[int, ...]:
         return ()
     config = read_model_config(resolve_model(model))
     text = language_model(config)
-    if "hidden_size" in text and "vocab_size" in text:  # of others an engine's config says it
+    if "hidden_size" in text and "vocab_size" in text:  # other configs are checked by the engine's (`open_head`)
         for head in heads:
             head.check_target(config, text["vocab_size"])
     return states_of_heads(heads, config)
@@ -668,7 +659,7 @@ def check_weights(
     found: Mapping[str, Seq[int]],
     name_in_file: Callable[[str], str] = str,
 ) -> None:
-    """SpecDecError unless `found` has the `wanted` weights, by name and shape."""
+    """SpecDecError unless `found` has the `wanted` weights, by name and shape, and no further layers."""
     if missing := sorted(wanted.keys() - found.keys()):
         raise lacks_weights(config, [name_in_file(name) for name in missing])
     layers = sorted(name for name in found.keys() - wanted.keys() if name.startswith("layers."))

@@ -25,7 +25,7 @@ from runtime.drafters.heads.assistant import load_assistant
 from runtime.drafters.heads.block_head import BlockHead, own_name
 from runtime.drafters.heads.head_config import OF_TWO_HEADS, HeadConfig, check_weights
 from runtime.drafters.heads.mtp_head import ChainedMtp, MtpHead, embeddings_of, load_mtp, shapes_of, shared_with_target
-from runtime.drafters.heads.paged_head import HEAD, PagedHead, PagedPairs, for_kernels, paged_pairs
+from runtime.drafters.heads.paged_head import HEAD, PagedHead, PagedPairs, for_kernels, kv_shapes, paged_pairs
 from runtime.engine.draft_vocab import among_all
 from runtime.model.attention import PAGED
 from runtime.model.model import is_quantizable
@@ -53,7 +53,7 @@ class PackedQuantized(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for the CPU's kernel. `known` has weights of the target's step: an equal weight is shared."""
+    """A linear layer for the CPU's kernel. `known` has packed weights of the target's step; an equal one is shared."""
 
     packed: Tensor
 
@@ -87,7 +87,7 @@ class FusedNorm(nn.Module):
 
 
 def _fused_norm(norm: nn.Module) -> FusedNorm | None:
-    """Fused form of an RMSNorm with weight w or 1 + w; None for other modules."""
+    """Fused form of an RMSNorm, whose scale is its weight w or 1 + w; None for other modules."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not type(norm).__name__.endswith("RMSNorm") or weight is None or eps is None:
@@ -99,9 +99,7 @@ def _fused_norm(norm: nn.Module) -> FusedNorm | None:
 
 
 def use_kernels(head: nn.Module, arithmetic: int, known: dict[str, Tensor]) -> None:
-    """Have the CPU's kernels, which must be loaded, compute the head's attention and linear layers; also fuse its
-    norms.
-    """
+    """Have the CPU's kernels, which must be loaded, compute attention and linear layers; also fuse the norms."""
     for module in list(head.modules()):
         for name, child in list(module.named_children()):
             if (norm := _fused_norm(child)) is not None:
@@ -123,12 +121,11 @@ class Head(Protocol):
     """True if the CPU's kernels compute the head: `hide_first` is for such heads."""
 
     reads_target: bool
-    """True if it has no keys and values of its own, and reads the target's, at the position of a sequence's last token.
-    """
+    """True if it has no keys and values of its own, and reads the target's from a sequence's last position."""
 
     config: HeadConfig
     attention: str
-    """Name of the attention that kernels compute for it."""
+    """transformers' name of the attention that its layers call if kernels compute them."""
 
     first_token: int
     """The first token of a sequence for which it has keys and values."""
@@ -152,17 +149,16 @@ class Head(Protocol):
     def kv_layers(self) -> tuple[LayerShape, ...]: ...
 
     def reduce(self, states: Tensor) -> Tensor:
-        """The part of a token's hidden states that is kept: the first numbers of a state. The head's own output follows
-        them in a state.
+        """States [tokens, state_size] from hidden states [tokens, width], to be kept; or the first numbers of these
+        states, behind which the head's own outputs are kept.
         """
         ...
 
     def to(self, device: torch.device) -> "Head": ...
 
     def __call__(self, batch: Batch, states: Tensor, pool: KVPool, num_drafted: int = 0) -> Tensor:
-        """Outputs [B x Q, state_size] of the batch's tokens; `states`, of the same shape, belong to the tokens before.
-
-        The tokens are the last tokens of drafts (`num_drafted`), or tokens of the sequences.
+        """Outputs [B x Q, state_size] for the batch's tokens; `states`, of the same shape, belong to the tokens before
+        these. `num_drafted` is the number of draft tokens that the sequences end with.
         """
         ...
 
@@ -184,8 +180,8 @@ class EagleHead(PagedHead):
         self.config = config
         self.drafts_at_once = config.block is not None
         self.longest_draft = config.max_draft_len if self.drafts_at_once else None
+        model = _layers_of(config)
         with torch.device("meta"):
-            model = _layers_of(config)
             self.layers, self.norm = model.layers, model.norm
             first, own, size = self.layers[0], config.hidden_size, config.target_hidden_size
             for name in ("q_proj", "k_proj", "v_proj"):
@@ -204,17 +200,13 @@ class EagleHead(PagedHead):
                 self.input_norm = norm(num_states * size, eps=eps)
             if "fc_norm" in config.flags:
                 self.fc_norm = nn.ModuleList(norm(size, eps=eps) for _ in range(num_states))
-        self.rotary_emb = _rotary_of(model)
+        self.rotary_emb = type(model.rotary_emb)(model.config)  # with numbers
         self.register_buffer("embedding", None, persistent=False)
         self.register_buffer("draft_ids", None, persistent=False)
 
     @property
-    def state_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
     def kv_layers(self) -> tuple[LayerShape, ...]:
-        shapes = tuple(_kv_shape(layer.self_attn, i) for i, layer in enumerate(self.layers))
+        shapes = kv_shapes(self.layers)
         return for_kernels(shapes) if self.uses_kernels else shapes
 
     def reduce(self, states: Tensor) -> Tensor:
@@ -234,10 +226,8 @@ class EagleHead(PagedHead):
     def pages(self, batch: Batch, pool: KVPool) -> PagedPairs:
         return paged_pairs(batch, pool, tuple(range(len(pool.keys))))
 
-    def outputs(self, ids: Tensor, states: Tensor, attention: dict[str, Any]) -> Tensor:
-        """Outputs [B, T, hidden] from tokens [B, T] and the states before them; `attention` is passed on to the
-        layers.
-        """
+    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        attention = {"position_embeddings": self.rotary_emb(states, positions), "attention_mask": None, **attention}
         first = self.layers[0]
         normed = first.hidden_norm(states)
         residual = states if "norm_before_residual" not in self.config.flags else normed
@@ -252,10 +242,6 @@ class EagleHead(PagedHead):
             hidden = self.norm(hidden)
         return hidden
 
-    def outputs_at(self, ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        rotary = self.rotary_emb(states, positions)
-        return self.outputs(ids, states, {"position_embeddings": rotary, "attention_mask": None, **attention})
-
     def logits(self, outputs: Tensor, num_drafted: int = 0) -> Tensor:
         return among_all(self.own_logits(outputs), self.draft_ids, self.config.vocab_size)
 
@@ -267,8 +253,8 @@ class EagleHead(PagedHead):
 
 
 def output_tensor(config: HeadConfig) -> SourceTensor:
-    """The weight [rows, hidden] of the head's output layer, as in its files; for an MTP head, of the model's output
-    layer.
+    """The weight [rows, hidden] of the head's output layer, as in its files; of an MTP head, it is the model's output
+    layer. SpecDecError if the head has no output layer of its own, or only a quantized layer.
     """
     entries = read_tensors(config.directory)
     named = {_own_name(one.name): one for one in entries}
@@ -286,14 +272,14 @@ def output_tensor(config: HeadConfig) -> SourceTensor:
 
 
 def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None) -> None:
-    """Have a head with all ids draft only `ids` [n], or replace any head's output layer by a quantized one with these
-    rows.
+    """Have a head with all ids draft only `ids` [n], or replace any head's output layer by the `quantized` layer, which
+    has a row for each id that may be drafted. Heads with centroids stay as they are.
     """
     if (ids is None and quantized is None) or "centroids" in head.config.flags:
         return
-    is_mtp = isinstance(head, MtpHead | ChainedMtp)
-    owner: Any = head.step.model if isinstance(head, MtpHead | ChainedMtp) else head
-    output: nn.Linear = owner.get_output_embeddings() if is_mtp else owner.lm_head
+    mtp: Any = head.step.model if isinstance(head, MtpHead | ChainedMtp) else None
+    parts: Any = head
+    output: nn.Linear = parts.lm_head if mtp is None else mtp.get_output_embeddings()
     if ids is not None:
         head.draft_ids = ids
         if isinstance(head, BlockHead) and head.block.markov_rank:
@@ -304,14 +290,14 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
         assert ids is not None
         made = rows_of(output, ids)
     made.requires_grad_(requires_grad=False)
-    if is_mtp:
-        owner.set_output_embeddings(made)
+    if mtp is None:
+        parts.lm_head = made
     else:
-        owner.lm_head = made
+        mtp.set_output_embeddings(made)
 
 
 def quantizable_layers(head: Head) -> dict[str, nn.Linear]:
-    """A head's linear layers, except those that compute logits, router scores or weights of a sum."""
+    """A head's linear layers by name, except layers that compute logits, router scores or weights of a sum."""
     parts = cast(nn.Module, head)
     output = head.step.model.get_output_embeddings() if isinstance(head, MtpHead | ChainedMtp) else None  # type: ignore[no-untyped-call]
     linear = {name: one for name, one in parts.named_modules() if type(one) is nn.Linear and one is not output}
@@ -333,7 +319,8 @@ def load_head(
     config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, target_output: Tensor | None = None
 ) -> Head:
     """Load the head on the CPU. `target_embedding` and `target_output`, both [vocab, hidden], are for heads without
-    their own. SpecDecError if weights are missing, or do not have the shapes that its config states.
+    embeddings or an output layer of their own. SpecDecError if weights are missing, or do not have the shapes that the
+    head's config states.
     """
     with torch.no_grad():
         load: Any = {"mtp": load_mtp, "assistant": load_assistant}.get(config.kind)
@@ -377,7 +364,7 @@ def _own_name(name: str) -> str:
 
 
 def _name_in_files(in_files: Collection[str], name: str) -> str:
-    """Name of one of EAGLE-3's weights in files that use these names (the inverse of `_own_name`)."""
+    """Name of an EAGLE-3 head's weight in files that have the names `in_files` (the inverse of `_own_name`)."""
     if name.startswith("layers.0.") and any("midlayer." in one for one in in_files):
         name = f"midlayer.{name.removeprefix('layers.0.')}"
     is_inside = name != "lm_head.weight" and any(one.startswith("model.") for one in in_files)
@@ -402,7 +389,9 @@ def _embedding(config: HeadConfig, own: Tensor | None, target: Tensor | None) ->
 
 
 def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
-    """The target's id for each of the head's ids: `d2t` holds the difference between the two."""
+    """The target's id for each of the head's ids [draft_vocab_size], from `d2t`, which holds the difference between the
+    two; None for a head that drafts all ids. SpecDecError if `d2t` is missing, malformed, or names an id twice.
+    """
     size = config.draft_vocab_size
     if offsets is None:
         if size == config.vocab_size:
@@ -431,11 +420,13 @@ def _draft_ids(config: HeadConfig, offsets: Tensor | None) -> Tensor | None:
 
 
 def _layers_of(config: HeadConfig) -> Any:
-    """A model on `meta` from which the layers, the norm and the rotary embedding are taken."""
+    """A model on `meta` from which the layers, the norm and the rotary embedding are taken. SpecDecError if
+    transformers cannot make it, or if its layers are of another form.
+    """
     settings = {key: value for key, value in config.layers.items() if key not in ("model_type", "architectures")}
     try:
         pretrained = AutoConfig.for_model(str(config.layers["model_type"]), **settings)
-        with MODEL_INIT_LOCK, quiet_transformers():
+        with torch.device("meta"), MODEL_INIT_LOCK, quiet_transformers():
             model: PreTrainedModel = AutoModel.from_config(pretrained, attn_implementation=PAGED)  # type: ignore[no-untyped-call]
         first: Any = model.layers[0]  # type: ignore[index]
         assert all(hasattr(first, name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
@@ -446,15 +437,3 @@ def _layers_of(config: HeadConfig) -> Any:
             hint="layers like Llama's and Qwen3's are supported",
         ) from error
     return model
-
-
-def _rotary_of(model: Any) -> nn.Module:
-    """The model's rotary embedding with its values, which a model on `meta` lacks."""
-    rotary: nn.Module = type(model.rotary_emb)(model.config)
-    return rotary
-
-
-def _kv_shape(attention: Any, layer: int) -> LayerShape:
-    config: PreTrainedConfig = attention.config
-    heads: int = config.num_key_value_heads
-    return LayerShape(layer, heads, attention.head_dim, attention.head_dim, None)

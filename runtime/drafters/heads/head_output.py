@@ -1,6 +1,5 @@
-"""Quantized layers of a trained head: made once, when an engine is built for the head, and kept beside the step.
-
-They record which head they were made from; another head is refused.
+"""Quantized layers of a trained head: made once, when an engine is built for the head, and kept beside the step under
+names that tell the head; another head is refused.
 """
 
 from collections.abc import Callable
@@ -23,9 +22,7 @@ from runtime.util.cache import digest, file_digest
 from runtime.util.errors import SpecDecError
 
 _LEAST_GROUP = 16
-"""Least number of inputs in a group. A layer whose inputs cannot be divided into such groups has one group for each
-output.
-"""
+"""Least number of inputs in a group; other layers have one group for each output."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,8 @@ class QuantizedLayers:
 def write_quantized(
     config: HeadConfig, wanted: DraftOutput, ids: Tensor | None, load: Callable[[], Head], engine_dir: Path
 ) -> None:
-    """Quantize a head's layers into an engine's directory: its output layer (rows `ids` [n], if given), and the layers
-    of the loaded head.
+    """Quantize the `wanted` layers of a head into an engine's directory: its output layer (rows `ids` [n], if given),
+    and the linear layers of the head that `load` returns.
     """
     made = dict[str, QuantizedWeight]()
     if wanted.qformat is not None:
@@ -62,9 +59,7 @@ def _precision(qformat: IntFormat, num_inputs: int) -> SelfDraft:
 
 
 def write_target_output(weight: Tensor, engine_dir: Path) -> None:
-    """Write the target's output layer [vocab, hidden] for a head that has none: the compiled step has it in packed form
-    only.
-    """
+    """Write the target's output layer [vocab, hidden] for a head without one: the compiled step has it packed only."""
     save_weights(engine_dir / TARGET_OUTPUT, {"weight": weight.contiguous()})
 
 
@@ -101,6 +96,6 @@ def _name(entry: SourceTensor) -> str:
 
 
 def _prefix(config: HeadConfig) -> str:
-    """Prefix of the names of a head's layers."""
+    """Prefix of the names of a head's layers: a digest of its files."""
     files = {one.file for one in read_tensors(config.directory)}
     return f"{digest([file_digest(file) for file in sorted(files)])}."

@@ -1,4 +1,5 @@
-"""Families of models for which heads are published: MTP layers in the model's files, or assistants beside them.
+"""Peculiarities of families of models for which heads are published: MTP layers in a model's files, assistants, and
+the layers of EAGLE-3 and block heads.
 
 Torch-free, since a head is recognised before torch is imported.
 """
@@ -36,8 +37,7 @@ ASSISTANTS = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
 TARGETS_OF_ASSISTANTS = "gemma4"
 """Beginning of the model types for which there are assistants."""
 EAGLE_LAYERS, BLOCK_LAYERS = "llama", "qwen3"
-"""Model types of a head's layers, for configs that do not state them: of EAGLE-3 heads, and of heads that draft blocks.
-"""
+"""Model types of layers, for configs that do not state them: in EAGLE-3 heads, and in heads that draft blocks."""
 
 
 def mtp_family(model_type: object) -> MtpFamily:
@@ -60,4 +60,4 @@ _MIMOS |= {f"{STATE_FIRST}N.": "model.layers.0."}
 NAMES_IN_FILES = (_QWENS, _ERNIES, _MIMO_FLASHES, _MIMOS)
 """Beginnings of names in files, and their replacements in a model of the layer alone; the longest come first."""
 WITHOUT_NORM = "model.mtp_block."
-"""Beginning of the names of a head without a norm behind its layer (Ernie's)."""
+"""Beginning of the names of weights of a head without a norm behind its layer (Ernie's)."""

@@ -1,7 +1,7 @@
 """MTP heads: the layers in a model's own files that predict the token after the next, and the names of their weights.
 
-Checkpoints name these weights in a dozen ways. `_name_in_mtp` maps the names in one place, for loading and for writing
-a trained head: a tensor is written under the name it was read from.
+Each family names these weights in its own way. `_name_in_mtp` maps the names in one place, for loading and for writing
+a trained head: a tensor is written under the name from which it was read.
 """
 
 import copy
@@ -93,13 +93,6 @@ class MtpHead(PagedHead):
         check_weights(config, shapes_of(wanted), shapes_of(parts), name_in_file)
         self.load_state_dict(parts, assign=True, strict=False)
 
-    @property
-    def state_size(self) -> int:
-        return self.config.hidden_size
-
-    def reduce(self, states: Tensor) -> Tensor:
-        return states
-
     def pages(self, batch: Batch, pool: KVPool) -> PagedPairs:
         return paged_pairs(batch, pool, tuple(one.layer for one in self._shapes), self.depth)
 
@@ -127,8 +120,9 @@ class ChainedMtp(nn.Module):
     """Several MTP layers in a row: the first layer drafts the first token of a draft, the second layer the second
     token, and so on.
 
-    Layer k reads the pair of token j and the output of layer k - 1 for token j - 1, where layer 1 reads the target's
-    hidden state. So its first pair is the pair of token k + 1. It works as transformers' `MtpModel`.
+    For token j, layer k reads the embedding of token j and the output of layer k - 1 for token j - 1; layer 1 reads the
+    target's hidden state of token j - 1. So layer k begins at position k, counted from 0. It works as transformers'
+    `MtpModel`.
 
     The state of a token is its hidden state, followed by the outputs of all layers but the last. Draft tokens have no
     hidden state; there the last layer's output takes its place.
@@ -214,7 +208,7 @@ class _OwnLayer:
 
     @property
     def has_norm(self) -> bool:
-        """False for Ernie's heads: no norm follows the layer."""
+        """False for Ernie's heads, in which no norm follows the layer."""
         return not any(one.name.startswith(WITHOUT_NORM) for one in self.entries.values())
 
     @property
@@ -250,8 +244,8 @@ class _OwnLayer:
         return f"model.layers.{num_layers_of(self.config.layers) + self.depth}.{own}"
 
     def check_experts(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """SpecDecError if an expert's tensor is missing; `shapes` are the shapes in a model that keeps all experts in
-        one weight.
+        """SpecDecError if an expert's tensor is missing. `shapes` are the shapes of weights in a model, where a weight
+        [experts, ...] has the numbers of all experts.
         """
         parts: dict[tuple[str, str], SourceTensor] = {}
         for name, entry in self.entries.items():
@@ -267,9 +261,7 @@ class _OwnLayer:
             raise lacks_weights(self.config, missing)
 
     def as_in_file(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights under the checkpoint's names. SpecDecError for a weight that the checkpoint lacks or has in
-        another shape.
-        """
+        """The weights under the checkpoint's names; SpecDecError if it lacks a weight or has it in another shape."""
         found = dict[str, Tensor]()
         for own, weight in weights.items():
             name, entry = self.name_in_file(own), self.entries.get(own)
@@ -301,15 +293,18 @@ def _own_layers(config: HeadConfig) -> list[_OwnLayer]:
 
 
 DtypeOf = Callable[[str], torch.dtype]
+"""Function (a weight's name) -> its dtype."""
 Read = Callable[[dict[str, SourceTensor], HeadConfig, DtypeOf, Mapping[str, tuple[int, ...]]], dict[str, Tensor]]
 """Type of `_numbers`, and of functions that replace it."""
 
 
-def load_mtp(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype) -> MtpHead | ChainedMtp:
-    return _load(config, target_embedding, dtype, _numbers)
-
-
-def _load(config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, read: Read) -> MtpHead | ChainedMtp:
+def load_mtp(
+    config: HeadConfig, target_embedding: Tensor | None, dtype: torch.dtype, read: Read | None = None
+) -> MtpHead | ChainedMtp:
+    """Load the head's layers; `target_embedding` [vocab, hidden] is taken instead of the embeddings in the model's
+    files. SpecDecError if weights are missing, or belong to another target.
+    """
+    read = read or _numbers
     layers, embeddings = _own_layers(config), embeddings_of(config)
     shared = shared_with_target(read_tensors(config.directory), embeddings)
     if target_embedding is not None:
@@ -368,14 +363,15 @@ def learned_weights(head: MtpHead) -> dict[str, nn.Parameter]:
 
 
 def check_mtp_is_trained(config: HeadConfig) -> None:
-    """SpecDecError for an MTP head whose trained weights could not be written back. Reads no weight."""
+    """SpecDecError for an MTP head whose trained weights could not be written back. Reads no numbers of weights."""
     with torch.no_grad():
-        tensors_of_mtp(_load(config, None, torch.bfloat16, _zeros), torch.bfloat16)
+        tensors_of_mtp(load_mtp(config, None, torch.bfloat16, _zeros), torch.bfloat16)
 
 
 def check_mtp_is_of(config: HeadConfig, model: Path) -> None:
-    """SpecDecError unless the head's files have the embeddings and the output layer of this `model`. Compares a few
-    rows, with a tolerance: rows of a model trained further, or quantized, are nearly the same.
+    """SpecDecError if the embeddings or the output layer in the head's files differ from this `model`'s. Compares a few
+    rows, with a tolerance: rows of a model trained further, or quantized, are nearly the same. Tables that only one of
+    the two has are not compared.
     """
     if model.resolve() != config.directory.resolve():
         _check_likeness(config, _tables_of(model, embeddings_of(config)), str(model))
@@ -387,7 +383,7 @@ Tables = dict[tuple[str, tuple[int, ...]], Tensor]
 
 def _check_likeness(config: HeadConfig, targets: Tables, target: str) -> None:
     own = _tables_of(config.directory, embeddings_of(config))
-    for name, shape in sorted(own.keys() & targets.keys()):  # of other sizes the configs tell
+    for name, shape in sorted(own.keys() & targets.keys()):  # other sizes are found by the configs
         theirs, ours = own[name, shape].flatten(), targets[name, shape].flatten()
         if float(F.cosine_similarity(theirs, ours, dim=0)) < _LEAST_LIKENESS:
             raise SpecDecError(
@@ -397,8 +393,8 @@ def _check_likeness(config: HeadConfig, targets: Tables, target: str) -> None:
 
 
 def _tables_of(model: Path, embeddings: str) -> Tables:
-    """A few rows of the model's embeddings and output layer, by the tensor's name and its whole shape, if the files
-    have them as plain numbers; for a GGUF file with a quantized output layer, rows of its embeddings alone.
+    """A few rows of the model's embeddings and output layer, if the files have them as plain numbers; of a GGUF file,
+    rows of its embeddings alone.
     """
     if model.is_file():
         _, numbers = read_numbers(model, torch.bfloat16, lambda name: name == embeddings)
@@ -485,7 +481,7 @@ def _numbers(
 def _zeros(
     entries: dict[str, SourceTensor], config: HeadConfig, dtype_of: DtypeOf, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Zeros in the same shapes that take no memory, for callers that read no numbers."""
+    """Zeros that take no memory, in the shapes of `_numbers`, for callers that read no numbers."""
     layers, tensors = _in_files(entries, config, shapes)
     found = {one.name: one.shape for one in tensors}
     for name, layer in layers.items():
@@ -496,7 +492,9 @@ def _zeros(
 def _in_files(
     entries: dict[str, SourceTensor], config: HeadConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """Split the entries into quantized layers and other tensors, by name."""
+    """Split the entries into quantized layers, by name, and other tensors under their new names. SpecDecError if
+    config.json does not say how the weights are quantized.
+    """
     tensors = [replace(one, name=name) for name, one in entries.items()]
     few = next((one.source_name for one in tensors if not one.is_float), None)
     if few is None:
@@ -521,8 +519,8 @@ def _of_head(config: HeadConfig) -> Iterator[None]:
 
 
 def shared_with_target(entries: list[SourceTensor], embeddings: str) -> dict[str, SourceTensor]:
-    """Names of the target's embeddings and output layer (for a quantized layer, of its parts), and of copies beside the
-    head's layer.
+    """The target's embeddings and output layer (of a quantized layer, its parts), by their names in a model. Copies
+    beside the head's layer do not count.
     """
     found = dict[str, SourceTensor]()
     for one in entries:

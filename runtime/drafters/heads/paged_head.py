@@ -5,10 +5,10 @@ a small or quantized target such calls take longer than reading the weights.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from runtime.checkpoint.config import LayerShape
 from runtime.compiler.compilation import TokenStep, add_program, token_step_of
 from runtime.core.batch import Batch, pack
 from runtime.core.kv_cache import KVPool
+from runtime.drafters.heads.head_config import HeadConfig
 from runtime.kernels.ops import describe_kernels
 from runtime.model.attention import PagedInputs, kernel_attention
 
@@ -48,7 +49,7 @@ HEAD = "specdec_head"
 def head_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """A head's attention over its pages, by the kernel (`runtime.model.attention`)."""
+    """A head's attention over its pages, by the kernel; queries and keys are [1, heads, tokens, dim]."""
     if kwargs.get("scaling") is None:
         kwargs["scaling"] = query.shape[-1] ** -0.5
     paged: PagedPairs = kwargs["paged"]
@@ -66,18 +67,28 @@ AttentionInterface.register(HEAD, head_attention)
 
 
 def hide_first(pool: KVPool, block: int) -> None:
-    """Give the first token of a sequence that begins in this block a key that no query sees."""
+    """Write a key that no query sees for the first token of a sequence that begins in this block."""
     for keys, values in zip(pool.keys, pool.values, strict=True):
         keys[block, :, :, 0], values[block, :, 0] = 0, 0
         keys[block, :, -_EXTRA, 0] = _NOT_SEEN
 
 
 def for_kernels(shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+    """These layers with room for the further numbers of keys (`PagedPairs`)."""
     return tuple(replace(one, key_head_dim=one.key_head_dim + _EXTRA) for one in shapes)
 
 
+def kv_shapes(layers: Iterable[Any]) -> tuple[LayerShape, ...]:
+    """Shapes of the keys and values of transformers' decoder layers."""
+    attentions = [layer.self_attn for layer in layers]
+    return tuple(
+        LayerShape(i, one.config.num_key_value_heads, one.head_dim, one.head_dim, None)
+        for i, one in enumerate(attentions)
+    )
+
+
 def paged_pairs(batch: Batch, pool: KVPool, layers: tuple[int, ...], depth: int = 0) -> PagedPairs:
-    """Inputs of attention for a head's `layers`; `depth` is its number among heads with equally many layers."""
+    """Inputs of attention for a head's `layers`; `depth` is its number among heads with equally many layers, from 0."""
     own = slice(depth * len(layers), (depth + 1) * len(layers))
     return PagedPairs(
         pool.keys[own],
@@ -94,8 +105,16 @@ def paged_pairs(batch: Batch, pool: KVPool, layers: tuple[int, ...], depth: int 
 class PagedHead(nn.Module, ABC):
     """A head of layers that attend over pages of K/V."""
 
+    config: HeadConfig
     program: "HeadProgram | None" = None
     """The head's pass, if it is compiled into one program; None otherwise."""
+
+    @property
+    def state_size(self) -> int:
+        return self.config.hidden_size
+
+    def reduce(self, states: Tensor) -> Tensor:
+        return states
 
     @abstractmethod
     def pages(self, batch: Batch, pool: KVPool) -> PagedInputs:
@@ -123,21 +142,21 @@ class HeadProgram:
     """A head's pass as a token program."""
 
     def __init__(self, head_pass: "_Pass", step: TokenStep) -> None:
-        self._pass = head_pass  # whose weights it reads
+        self._pass = head_pass  # keeps the weights alive that the step reads
         self._step: Any = torch.classes.specdec.CutStep()
         for call in step.cut.calls:
             places = [call.inputs, call.outputs]
             add_program(self._step, step.codes[call.program], dict(call.weights()), places)
 
     def __call__(self, batch: Batch, states: Tensor, paged: PagedInputs) -> Tensor:
-        """Outputs [B x Q, state_size], from states of the same shape."""
-        own = states[:, : self._pass.width].contiguous()  # an assistant's output for logits lies behind them
+        """Outputs [B x Q, state_size] from states [B x Q, state_size or more]."""
+        own = states[:, : self._pass.width].contiguous()  # an assistant's state for logits lies behind
         outputs: Tensor = self._step.run(_tensors(batch, own, paged))[0]
         return outputs
 
 
 def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> None:
-    """Compile the passes of a head that uses kernels over this pool into programs, if programs have its operations."""
+    """Compile the passes of a head that uses kernels over this pool, if programs have all its operations."""
     for part in head.modules():
         if isinstance(part, PagedHead):
             part.program = _program_of(part, pool, dtype, arithmetic)
@@ -153,7 +172,9 @@ def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: i
     paged = head.pages(batch, pool)
     head_pass = _Pass(head, paged)
     states = torch.zeros(batch.input_ids.numel(), head_pass.width, dtype=dtype)
-    inputs = _tensors(batch, states, _with_pools(paged, (_few(one) for one in _pools(paged))))
+    # With few blocks, in memory of their own: tracing views of other memory takes long.
+    pools = (torch.empty((_FEW_BLOCKS, *one.shape[1:]), dtype=one.dtype) for one in _pools(paged))
+    inputs = _tensors(batch, states, _with_pools(paged, pools))
     of_tokens, of_pools = {0: "rows", 1: "tokens"}, [{0: "num_blocks"}] * (len(inputs) - _NUM_BEFORE_POOLS)
     sizes = (*[of_tokens] * (_NUM_BEFORE_POOLS - 1), {0: "rows", 1: "blocks of a row"}, *of_pools)
     describe_kernels()
@@ -182,17 +203,12 @@ def _with_pools(paged: PagedInputs, pools: Iterator[Tensor]) -> PagedInputs:
     return replace(paged, key_pools=keys, value_pools=values, scale_pools=scales, masks={})
 
 
-def _few(pool: Tensor) -> Tensor:
-    """A pool like this one with few blocks, in memory of its own: tracing views of other memory takes long."""
-    return torch.empty((_FEW_BLOCKS, *pool.shape[1:]), dtype=pool.dtype)
-
-
 class _Pass(nn.Module):
     """A head's pass as a module whose arguments are tensors only."""
 
     def __init__(self, head: PagedHead, paged: PagedInputs) -> None:
         super().__init__()
-        self.head, self._paged, self.width = head, paged, cast(int, head.state_size)
+        self.head, self._paged, self.width = head, paged, head.state_size
 
     def forward(self, *tensors: Tensor) -> Tensor:
         ids, positions, states, seen, slots, tables, *pools = tensors

@@ -13,14 +13,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from runtime.checkpoint.config import EngineConfig
 from runtime.core.batch import generation_row
-from runtime.core.grammar import CompiledGrammar
+from runtime.core.kv_cache import num_common
 from runtime.core.request import Request, Sequence
 from runtime.core.sampling import Sampler
 from runtime.engine.engine import Engine
@@ -37,12 +37,12 @@ from runtime.util.errors import SpecDecWarning
 P_VALUE_THRESHOLD = 1e-4
 POWER, REQUIRED_TOTAL_VARIATION = 0.99, 0.15
 MIN_DISTRIBUTIONS = 4
-"""Least number of distributions, and other limits, below which a check has too little to tell: it would not have found
-so large a fault with so high a probability.
+"""A check by distribution tells enough if it counts tokens of at least 4 distributions, and would have found a total
+variation of 0.15 with a probability of 0.99. Otherwise it has too little to tell.
 """
 NUM_PREFIXES, NUM_CANDIDATES = 8, 32
-NUM_DRAWS_PER_PREFIX = (250, 500)  # as many as it takes
-_MIN_DRAWS_OF_A_TEXT = 50  # fewer say nothing about a distribution
+NUM_DRAWS_PER_PREFIX = (250, 500)  # the first number that suffices
+_MIN_DRAWS_OF_A_TEXT = 50  # fewer draws say little about a distribution
 
 
 def check_outputs(
@@ -91,9 +91,7 @@ def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
     position are computed again, in a step without a draft.
     """
     tokens_a, tokens_b = a.output_tokens, b.output_tokens
-    position = 0
-    while position < min(len(tokens_a), len(tokens_b)) and tokens_a[position] == tokens_b[position]:
-        position += 1
+    position = num_common(tokens_a, tokens_b)
     token_a, token_b = (t[position] if position < len(t) else None for t in (tokens_a, tokens_b))
     prefix = a.tokens[: len(a.request.prompt_tokens) + position]
     logits = next_logits(engine, a.request, prefix)
@@ -103,8 +101,8 @@ def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
         ranking = a.sampler.ranking(prefix, logits)
         temperature = 1.0 if a.sampler.is_greedy else a.request.sampling.temperature
         margin = float((ranking[token_b] - ranking[token_a]).abs()) * temperature
-        is_near_tie = margin <= 2 * rounding  # each of the two may be off
-        if not math.isfinite(margin):  # one of them is cut
+        is_near_tie = margin <= 2 * rounding  # each of the two logits may be off by `rounding`
+        if not math.isfinite(margin):  # one of the tokens is cut
             margin, is_near_tie = None, is_chosen_within(a.sampler, prefix, logits, token_a, rounding)
     return Difference(a.request.id, position, token_a, token_b, margin, rounding, is_near_tie)
 
@@ -116,9 +114,7 @@ def _unit_in_the_last_place(logits: Tensor, dtype: str) -> float:
 
 
 def rounding_of(config: EngineConfig, logits: Tensor) -> float:
-    """Rounding error of the largest of these logits: a unit in its last place, or the error that `build` found, if that
-    is larger.
-    """
+    """Rounding error of the largest logit: a unit in its last place, or the error that `build` found if larger."""
     return max(_unit_in_the_last_place(logits, config.dtype), config.logits_check.max_abs_difference)
 
 
@@ -156,21 +152,20 @@ def check_distribution(session: Session, sequences: Seq[Sequence], advance: Call
     the text before them, and compared with the distribution that a step without a draft gives for that text. `passed`
     is None if there were too few tokens to tell.
     """
-    like = sequences[0].request
     prefixes, num_draws = _choose_prefixes(session, sequences)
-    counts: dict[_Prefix, Counter[int]] = defaultdict(Counter)
+    counts: dict[Request, Counter[int]] = defaultdict(Counter)
     for prefix in prefixes:
         for start in range(0, num_draws, session.engine.max_batch_size):
             draws = range(start, min(start + session.engine.max_batch_size, num_draws))
-            for tokens, num_new in _draw_once(session, like, prefix, draws):
+            for tokens, num_new in _draw_once(session, prefix, draws):
                 for i in range(len(tokens) - num_new, len(tokens)):
-                    counts[replace(prefix, tokens=tuple(tokens[:i]), max_new_tokens=1)][tokens[i]] += 1
+                    counts[_request_after(prefix, tokens[:i])][tokens[i]] += 1
         advance()
     chi_squared, degrees_of_freedom, num_distributions, num_counted = 0.0, 0, 0, 0
     for text, counter in counts.items():
         if counter.total() < _MIN_DRAWS_OF_A_TEXT:
             continue
-        statistic, freedom = chi_squared_of(counter, _distribution(session, like, text))
+        statistic, freedom = chi_squared_of(counter, _distribution(session, text))
         if freedom:
             chi_squared += statistic
             degrees_of_freedom += freedom
@@ -211,9 +206,7 @@ def _is_enough(detectable: float | None) -> bool:
 
 
 def _num_draws_per_prefix(distributions: list[Tensor]) -> int:
-    """Number of draws from each prefix that are needed if only the first token of each step is informative; the minimum
-    if no number suffices.
-    """
+    """Number of draws from each prefix that suffices if only a step's first token tells; the minimum if none does."""
     for num_draws in NUM_DRAWS_PER_PREFIX:
         freedoms = [degrees_of_freedom_of(distribution, num_draws) for distribution in distributions]
         if _is_enough(_detectable(num_draws * sum(freedom > 0 for freedom in freedoms), sum(freedoms))):
@@ -221,85 +214,62 @@ def _num_draws_per_prefix(distributions: list[Tensor]) -> int:
     return NUM_DRAWS_PER_PREFIX[0]
 
 
-def _distribution(session: Session, like: Request, prefix: "_Prefix") -> Tensor:
-    """The target's probabilities `[vocab]` of the token after the text, from a step without a draft."""
-    request, text = replace(prefix.request(like), max_new_tokens=1), list(prefix.tokens)
-    logits = next_logits(session.engine, request, text)
-    return Sequence.start(request).sampler.probs(text, logits)
+def _request_after(prefix: Request, tokens: list[int]) -> Request:
+    """The request for the token behind `tokens`: the prefix's prompt, and tokens that were drawn after it."""
+    num_drawn, sampling = len(tokens) - len(prefix.prompt_tokens), prefix.sampling
+    if sampling.min_tokens:
+        sampling = replace(sampling, min_tokens=max(sampling.min_tokens - num_drawn, 0))
+    return replace(prefix, prompt_tokens=tuple(tokens), max_new_tokens=1, sampling=sampling)
 
 
-@dataclass(frozen=True)
-class _Prefix:
-    """A text after which tokens are drawn, and the number of tokens that its request allows behind it."""
-
-    tokens: tuple[int, ...]
-    max_new_tokens: int
-    grammar: CompiledGrammar | None
-    text_start: int
-    """Index of the token at which the output begins."""
-
-    def request(self, like: Request) -> Request:
-        """A request for the tokens after this text, in the grammar of the output."""
-        return replace(
-            like,
-            prompt_tokens=self.tokens,
-            max_new_tokens=self.max_new_tokens,
-            grammar=self.grammar,
-            text_start=self.text_start,
-        )
+def _distribution(session: Session, prefix: Request) -> Tensor:
+    """The target's probabilities `[vocab]` of the token after the request's prompt, from a step without a draft."""
+    request, text = replace(prefix, max_new_tokens=1), list(prefix.prompt_tokens)
+    return Sequence.start(request).sampler.probs(text, next_logits(session.engine, request, text))
 
 
-def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> tuple[list[_Prefix], int]:
+def _choose_prefixes(session: Session, sequences: Seq[Sequence]) -> tuple[list[Request], int]:
     """Choose texts after which the target is uncertain of the next token, and the number of draws from each.
 
     They are chosen by the target's distributions alone, before anything is drawn, so the p-value stays valid. If the
     target is sure nearly everywhere, draws can still find tokens that it would never choose.
     """
-    like, candidates = sequences[0].request, _candidates(session, sequences)
-    distributions = {prefix: _distribution(session, like, prefix) for prefix in candidates}
+    candidates = _candidates(session, sequences)
+    distributions = {prefix: _distribution(session, prefix) for prefix in candidates}
     unsure = [prefix for prefix in candidates if degrees_of_freedom_of(distributions[prefix], NUM_DRAWS_PER_PREFIX[0])]
     chosen = (unsure if len(unsure) >= MIN_DISTRIBUTIONS else candidates)[:NUM_PREFIXES]
     return chosen, _num_draws_per_prefix([distributions[prefix] for prefix in chosen])
 
 
-def _candidates(session: Session, sequences: Seq[Sequence]) -> list[_Prefix]:
-    """Prompts followed by some of their output's tokens, no longer than a prompt may be."""
-    rng = random.Random(sequences[0].request.sampling.random_seed)
+def _candidates(session: Session, sequences: Seq[Sequence]) -> list[Request]:
+    """Requests whose prompts are these sequences' prompts with some of their output's tokens."""
+    like = replace(sequences[0].request, stop_check=None, keep_logits=False, num_logprobs=None)
+    like = replace(like, sampling=replace(like.sampling, penalize_prompt=True))  # prompts end at different tokens
+    rng = random.Random(like.sampling.random_seed)
     engines = [session.engine, *([session.draft_engine] if session.draft_engine else [])]
     max_input_len = min(engine.config.build_config.max_input_len for engine in engines)
-    found: dict[_Prefix, None] = {}
+    found: dict[Request, None] = {}
     for i in range(NUM_CANDIDATES):
         sequence = sequences[i % len(sequences)]
         num_prompt, max_new_tokens = len(sequence.request.prompt_tokens), sequence.request.max_new_tokens
-        # Two tokens must have room after it, or nothing is drafted.
+        # Two tokens must have room after the text, or nothing is drafted.
         last = max(min(len(sequence.tokens) - 1, max_input_len, num_prompt + max_new_tokens - 2), num_prompt)
         length = rng.randint(num_prompt, last)
         num_left = num_prompt + max_new_tokens - length
         most = min(num_left, session.max_draft_len + 1)
         grammar = sequence.request.grammar
-        # Some drafters draft nothing where an output begins: without a grammar or a budget for thinking, which begin
-        # there, that is elsewhere.
+        # Some drafters draft nothing at the beginning of an output, so the output is said to have begun with the
+        # prompt; not with a grammar or a budget for thinking, which begin with the output.
         is_held = grammar is not None or sequence.request.thinking is not None
-        text_start = num_prompt if is_held else 0
-        found[_Prefix(tuple(sequence.tokens[:length]), most, grammar, text_start)] = None
+        text_start, tokens = num_prompt if is_held else 0, tuple(sequence.tokens[:length])
+        prefix = replace(like, prompt_tokens=tokens, max_new_tokens=most, grammar=grammar, text_start=text_start)
+        found[prefix] = None
     return list(found)
 
 
-def _draw_once(session: Session, like: Request, prefix: _Prefix, draws: range) -> list[tuple[list[int], int]]:
-    """(tokens, number of new tokens) after a speculated step from the prefix, for each draw that had a draft. The
-    requests are like the given one, without its stop words.
-    """
-    requests = [
-        replace(
-            prefix.request(like),
-            id=i,
-            return_index=i,
-            stop_check=None,
-            keep_logits=False,
-            num_logprobs=None,
-        )
-        for i in draws
-    ]
+def _draw_once(session: Session, prefix: Request, draws: range) -> list[tuple[list[int], int]]:
+    """(tokens, number of new tokens) after the first step from the prefix, for each draw whose step had a draft."""
+    requests = [replace(prefix, id=i, return_index=i) for i in draws]
     first: dict[int, tuple[list[int], int]] = {}
     with closing(session.steps(requests)) as steps:
         for sequence, new_tokens in steps:  # some may step again before others begin

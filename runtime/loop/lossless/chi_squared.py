@@ -1,7 +1,7 @@
 """Counts of tokens against distributions: Pearson's statistic, its p-value, and the size of fault that it would have
 found.
 
-Of every text `i`, `n_i` tokens are counted in cells of probability `p_ij`. Where they come with probabilities `q_ij`
+After every text `i`, `n_i` tokens are counted in cells of probability `p_ij`. If they come with probabilities `q_ij`
 instead, the sum of the statistics has a noncentral chi-squared distribution (Patnaik, "The non-central chi-squared- and
 F-distributions and their applications", Biometrika 36, 1949; Cohen, "Statistical Power Analysis", 1988, chapter 7) with
 the same degrees of freedom and the noncentrality
@@ -16,10 +16,11 @@ with equality where one half of the probability grows by the factor `1 + 2 t_i` 
 With `t`, the mean of `t_i` over all `N = sum_i n_i` tokens, convexity gives `sum_i n_i t_i² >= N t²`, and so `lambda >=
 4 N t²`.
 
-That is for small `t`. Of larger ones it matters too that a cell's variance is that of `q_ij`: what a cell adds to the
-statistic without the shift is `q_ij / p_ij`, and not 1. Hardest to find is the fault where nearly all cells are in the
-half that shrinks. It is taken as `1 - 2 t` times the degrees of freedom, with `4 N t²`; others are found more surely.
-What moves within a cell, from one rare token to another, is not seen.
+That holds for small `t`. For larger `t` the variance of a cell's count matters too, which follows from `q_ij`: without
+the shift a cell adds `q_ij / p_ij` to the statistic on average, and not 1. Hardest to find is the fault in which nearly
+all cells are in the half that shrinks. Its statistic is taken to have `1 - 2 t` times the degrees of freedom, and the
+noncentrality `4 N t²`; other faults are found more surely. A shift within a cell, from one rare token to another, is
+not found.
 """
 
 import math
@@ -29,10 +30,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_MIN_EXPECTED_COUNT = 5  # of a cell
-_MIN_SHARE = 0.06  # of a cell: the more cells there are, the more counts it takes to find a fault in all of them
+_MIN_EXPECTED_COUNT = 5  # in a cell
+_MIN_SHARE = 0.06  # of the counts in a cell: with more cells it takes more counts to find a fault in all of them
 _IMPOSSIBLE = 1e-12
-MAX_TOTAL_VARIATION = 0.4  # larger ones are not told apart from none at all
+MAX_TOTAL_VARIATION = 0.4  # a check that finds only larger distances counts as one that finds nothing
 
 
 def chi_squared_of(counter: Counter[int], distribution: Tensor) -> tuple[float, int]:
@@ -104,9 +105,7 @@ def detectable_total_variation(
 
 
 def power_of(noncentrality: float, degrees_of_freedom: float, critical: float) -> float:
-    """Probability that a noncentral chi-squared statistic exceeds `critical`: a mean over central statistics with
-    Poisson weights (Patnaik, 1949).
-    """
+    """Probability that a noncentral statistic exceeds `critical`: a Poisson mean of central ones (Patnaik, 1949)."""
     if not noncentrality:
         return p_value_of(critical, degrees_of_freedom)
     mean = noncentrality / 2

@@ -34,9 +34,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCheck:
-    """Comparison of outputs with a drafter and without, token by token: greedy outputs, or samples drawn by the target
-    itself.
-    """
+    """Comparison of outputs with a drafter and without, token by token: greedy, or samples by a seed."""
 
     rule: Literal["tokens"]
     num_samples: Size
@@ -70,8 +68,8 @@ class DistributionCheck:
     power: Share
     """Probability of detecting a fault of size `detectable_total_variation`."""
     detectable_total_variation: Share | None
-    """The smallest fault that would have been found with probability `power`, as a mean over num_tokens; None if there
-    is none.
+    """The smallest total variation that would have been found with probability `power`, as a mean over num_tokens; None
+    if none up to 0.4 would have been found.
     """
     required_total_variation: Share
     """Largest detectable_total_variation with which the check can pass; above it there is too little to tell."""

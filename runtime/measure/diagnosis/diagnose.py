@@ -70,9 +70,7 @@ class DraftModelPair:
     """
     can_draft: bool
     chat_templates: tuple[str, str] | None
-    """A conversation as the draft model's chat template writes it, and as the target's does; None unless both have a
-    template.
-    """
+    """A conversation by the draft model's chat template, and by the target's; None if a template is missing."""
     rope_differences: tuple[str, ...] | None
     """Settings of rotary positions that differ; None if one of the two models has no rotary positions."""
     has_same_weights: bool
@@ -97,14 +95,14 @@ class CacheUse:
     num_iterations: int
     num_blocks: int
     num_findable: int
-    """Tokens of prompts that had been answered before, in full blocks."""
+    """Tokens of repeated prompts that fill a block, except each prompt's last token."""
     num_found: int
-    """Tokens of repeated prompts that were reused."""
+    """Number of these tokens that the cache held."""
 
 
 @dataclass(frozen=True)
 class StateUse:
-    """Use of the slots of states. The prompts were asked three times; hits and misses are those of the third time."""
+    """Use of the slots of states. The prompts were admitted three times; hits and misses are from the third time."""
 
     stats: StateStats
     num_slots: int
@@ -112,7 +110,7 @@ class StateUse:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of the fastest of many equal steps, and its time when the engine was built."""
+    """Seconds of the fastest of many equal steps now, and the cost of such a step when the engine was built."""
 
     cost: StepCost
     seconds: float
@@ -165,8 +163,8 @@ MIN_DRAFTS_PER_HALF = 24
 MIN_EARLY_ACCEPTANCE = 0.3
 MIN_Z = 4.0
 MIN_MISSES, MAX_MISSES = 3, 0.4
-"""Misses of a state that are normal for a beginning of prompts: the second prompt with that beginning misses, and keeps
-the state for later ones.
+"""Prompts whose state was missing: a fault needs 3 of them, and more than this share. Some are normal: the second
+prompt with the same beginning misses the state, and keeps it for later ones.
 """
 LARGE_MEMORY = 256 << 20
 """Bytes of weights and K/V beyond which huge pages matter: less memory needs few pages of any size."""
@@ -174,8 +172,8 @@ LARGE_MEMORY = 256 << 20
 
 @dataclass(frozen=True)
 class Judgement:
-    """A number beside its limit. `is_fault` is True if it is on the wrong side. The message says what the number
-    measures.
+    """A number and its limit. `is_fault` is True if the number is on the wrong side, and matters. The message says what
+    it measures.
     """
 
     number: float
@@ -188,9 +186,7 @@ Diagnosis = Callable[[Observations], Judgement | None]
 
 
 def drafter_never_used(observed: Observations) -> Judgement | None:
-    """Number of tokens proposed by the drafter that proposed fewest; of a single drafter the tokens that were sent, if
-    they are fewer.
-    """
+    """Fewest tokens that a drafter proposed; for a single drafter at most the tokens that were sent."""
     drafting = observed.drafting
     if drafting is None or len(drafting.steps) < MIN_STEPS:
         return None
@@ -215,11 +211,9 @@ def acceptance_below_profile(observed: Observations) -> Judgement | None:
 
 
 def acceptance_falls_with_context(observed: Observations) -> Judgement | None:
-    """Share of drafts with a right first token, which depends on no other token, in the shorter and in the longer half
-    of all contexts.
-    """
+    """Share of drafts with a right first token, in the shorter and in the longer half of all contexts."""
     drafting = observed.drafting
-    steps = sorted((s for s in drafting.steps if s.num_drafted), key=_context_len) if drafting else []
+    steps = sorted((s for s in drafting.steps if s.num_drafted), key=lambda s: s.context_len) if drafting else []
     if len(steps) < 2 * MIN_DRAFTS_PER_HALF:
         return None
     middle = steps[len(steps) // 2].context_len
@@ -239,10 +233,6 @@ def acceptance_falls_with_context(observed: Observations) -> Judgement | None:
         f"after {middle:,} tokens of context {late_rate:.1%} of drafts begin right, and {early_rate:.1%} before "
         "(half of it is fine)",
     )
-
-
-def _context_len(step: DraftedStep) -> int:
-    return step.context_len
 
 
 def _share_begun(steps: list[DraftedStep]) -> float:
@@ -410,7 +400,7 @@ def reuse_never_hits(observed: Observations) -> Judgement | None:
 
 
 def state_slots_full(observed: Observations) -> Judgement | None:
-    """Number of waits for a slot, and of evicted states if prompts missed some: nobody looked for the others."""
+    """Number of waits for a slot, and of evicted states if any prompt missed a state: otherwise nobody needed them."""
     if observed.states is None:
         return None
     stats = observed.states.stats

@@ -34,9 +34,7 @@ class ExplainedStep:
     context_len: int
     offers: list[Offer]
     promised: float | None
-    """Number of the longest offer's tokens that are expected to be accepted, from how earlier drafts were; None for
-    fixed lengths.
-    """
+    """Tokens of the longest offer that are expected to be accepted; None for fixed draft lengths."""
     price: float | None
     """Number of tokens that must be accepted for the longest offer to pay: the tokens that the time it adds to the step
     would give otherwise. None if steps were not timed.
@@ -110,7 +108,7 @@ def explain(llm: LLM, speculation: Speculation, request: Request) -> Explanation
 
 
 def _choosing(drafter: Drafter) -> Iterator[AdaptiveDrafter]:
-    """The drafters that choose draft lengths by what pays, the outermost first."""
+    """The drafters that choose automatic draft lengths, the outermost first."""
     if isinstance(drafter, AdaptiveDrafter):
         yield drafter
     if isinstance(drafter, CompositeDrafter):
@@ -118,11 +116,11 @@ def _choosing(drafter: Drafter) -> Iterator[AdaptiveDrafter]:
             yield from _choosing(member)
 
 
-def _watch_leaves(drafter: CompositeDrafter | Drafter, seen: _Seen, speculation: Speculation) -> None:
+def _watch_leaves(drafter: Drafter, seen: _Seen, speculation: Speculation) -> None:
     """Have each drafter that consists of no others watched, under the name that flags use."""
     names = [part for one in speculation for part in one.parts]
     found = list(_places(drafter))
-    if any(isinstance(holder, BestOf) for holder, _ in found):  # which has lookups before models
+    if any(isinstance(holder, BestOf) for holder, _ in found):  # a BestOf holds lookups before models
         kinds = {one.name: one.is_model for one in speculation}
         names.sort(key=lambda name: kinds.get(name, False))
     for number, (holder, place) in enumerate(found):
@@ -131,9 +129,10 @@ def _watch_leaves(drafter: CompositeDrafter | Drafter, seen: _Seen, speculation:
 
 
 def _places(drafter: Drafter) -> Iterator[tuple[CompositeDrafter, int]]:
-    """References to the drafters that consist of no others."""
-    for place, member in enumerate(drafter.members if isinstance(drafter, CompositeDrafter) else ()):
-        assert isinstance(drafter, CompositeDrafter)
+    """Each drafter that consists of no others, as the drafter that holds it and its index in `members`."""
+    if not isinstance(drafter, CompositeDrafter):
+        return
+    for place, member in enumerate(drafter.members):
         if isinstance(member, CompositeDrafter):
             yield from _places(member)
         else:
@@ -144,20 +143,16 @@ def _explained(
     sequence: Sequence, num_new_tokens: int, seen: _Seen, choosing: list[AdaptiveDrafter], prices: CostModel | None
 ) -> ExplainedStep:
     num_sent, num_accepted = sequence.stats.per_step_drafted[-1], sequence.stats.per_step_accepted[-1]
-    context_len, longest = (
-        len(sequence.tokens) - num_new_tokens,
-        max((one.num_tokens for one in seen.offers), default=0),
-    )
+    context_len = len(sequence.tokens) - num_new_tokens
+    longest = max((one.num_tokens for one in seen.offers), default=0)
     price: float | None = None
     promised: float | None = None
-    survivals: list[list[float]] = []
-    costs: list[float] = []
     if prices is not None and longest:
         price = prices.iteration_s(1, context_len, longest) / prices.iteration_s(1, context_len, 0) - 1
-    if choosing:
+    if choosing and longest:
         survivals, costs = choosing[0].last_choice
-    if longest and survivals and len(survivals[0]) >= longest:  # or it was made for what had been chosen before
-        promised, price = sum(survivals[0][:longest]), costs[longest] - costs[0]
+        if survivals and len(survivals[0]) >= longest:  # otherwise it is the choice of an earlier step
+            promised, price = sum(survivals[0][:longest]), costs[longest] - costs[0]
     return ExplainedStep(
         context_len,
         seen.offers,
@@ -188,8 +183,6 @@ def _reason(num_sent: int, longest: int, seen: _Seen, *, is_chosen: bool) -> str
         return f"cut to the {num_sent} tokens that there is room for"
     if not is_chosen:
         return f"cut to {num_sent}: the next token is forbidden, or another draft was taken"
-    return (
-        "not sent: it costs more than it promises"
-        if num_sent == 0
-        else f"cut to {num_sent}: more cost than they promise"
-    )
+    if num_sent == 0:
+        return "not sent: it costs more than it promises"
+    return f"cut to {num_sent}: more cost than they promise"

@@ -3,7 +3,6 @@ weights, the machine, and differences between a draft model and its target that 
 """
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.builder.build import Phase
 from runtime.checkpoint.bundle import Bundle, read_bundle
 from runtime.checkpoint.config import MachineSpeed, StepCost
 from runtime.core.generation import Generation
@@ -44,8 +44,9 @@ from runtime.measure.diagnosis.diagnose import (
 )
 from runtime.text.chat import ChatTemplate, Message, has_chat_template
 from runtime.text.text import encode_text, tokenizer_of_engine
-from runtime.util.control_groups import cores, num_cores
+from runtime.util.control_groups import num_cores
 from runtime.util.errors import SpecDecError, draft_engine_errors
+from runtime.util.machine import NUMA_NODES, allowed_cores, numa_nodes
 from runtime.util.tensor_file import read_header
 
 _MAX_STEP_S = 0.3
@@ -56,12 +57,7 @@ _DENORMAL: dict[str, tuple[np.dtype[np.signedinteger[Any]], int]] = {
     "F32": (np.dtype("<i4"), 0x00800000),
     "BF16": (np.dtype("<i2"), 0x0080),
 }
-"""Integers of the same bits as each dtype, and the smallest normal number. Other dtypes are widened before they are
-used.
-"""
-
-Phase = Callable[[str], None]
-"""Function that is called with the name of each phase when it begins."""
+"""Integers with the bits of each dtype, and the smallest normal number. Other dtypes are not inspected."""
 
 
 def measure(
@@ -72,7 +68,7 @@ def measure(
     requests: Seq[Request],
     phase: Phase,
 ) -> Observations:
-    """Observations of an engine at its prompts. `draft_model` is `examine_draft_model`'s."""
+    """Observations of an engine that answers these requests. `draft_model` comes from `examine_draft_model`."""
     can_draft = bool(speculation) and (draft_model is None or draft_model.can_draft)
     with ExitStack() as stack:
         session = llm.open_session(speculation if can_draft else NO_SPECULATION, stack)
@@ -107,8 +103,8 @@ def measure(
         )
         states = StateUse(stats, num_slots) if num_slots else None
     costs = _spread([cost for cost in llm.engine.config.step_costs if cost.batch_size == 1 and cost.seconds > 0])
-    fastest = _fastest_steps(llm.engine, [(cost.batch_size, cost.context_len, cost.num_tokens) for cost in costs])
-    steps = tuple(StepTime(cost, one.seconds) for cost in costs for one in fastest if _is_same_kind(cost, one))
+    built = {(cost.batch_size, cost.context_len, cost.num_tokens): cost for cost in costs}
+    steps = tuple(StepTime(built[cell], now_s) for cell, now_s in _fastest_steps(llm.engine, [*built]).items())
     phase("looking at the weights and the machine")
     weights = llm.bundle.directory / "rank0.safetensors"
     memory_bytes = weights.stat().st_size + llm.engine.num_cache_bytes
@@ -117,7 +113,7 @@ def measure(
 
 
 def examine_draft_model(llm: LLM, speculation: Speculation) -> DraftModelPair | None:
-    """Compare the draft model with the target before it is opened; None if there is no draft model."""
+    """Compare the draft model with the target, before the draft model is opened; None if there is none."""
     for one in speculation:
         if one.draft_model is not None:
             with draft_engine_errors():
@@ -144,9 +140,8 @@ def _watch(session: Session) -> dict[str, _Watched]:
         chain = chain.members[0]
     if isinstance(chain, FirstOf):
         names = [*session.speculation.drafters[0].parts]
-    elif isinstance(chain, BestOf):
-        of_models, of_lookups = _names_by_kind(session.speculation)
-        names = [*of_lookups, *of_models]
+    elif isinstance(chain, BestOf):  # holds lookups before models
+        names = [one.name for one in sorted(session.speculation, key=lambda one: one.is_model)]
     else:
         return {}
     watched = [_Watched([drafter]) for drafter in chain.members]
@@ -157,14 +152,8 @@ def _watch(session: Session) -> dict[str, _Watched]:
     }
 
 
-def _names_by_kind(speculation: Speculation) -> tuple[list[str], list[str]]:
-    """Names of the models among several drafters, and names of the other drafters."""
-    models = [drafter.name for drafter in speculation if drafter.is_model]
-    return models, [drafter.name for drafter in speculation if not drafter.is_model]
-
-
 def _find_again(engine: Engine, requests: Seq[Request]) -> tuple[int, int]:
-    """Number of prompt tokens in full blocks, and how many of them the K/V cache still holds."""
+    """Number of tokens that could be found again of prompts that fill a block, and number of those in the K/V cache."""
     num_findable = num_found = 0
     block_size = engine.config.build_config.tokens_per_block
     for request in requests:
@@ -212,20 +201,19 @@ def _costs_of_drafts(engine: Engine, steps: Seq[DraftedStep], drafted: Generatio
     context_len = round(median(step.context_len for step in steps))
     batch_size = max(round(len(steps) / drafted.times.num_iterations), 1)
     num_tokens = sorted({1, 1 + longest // 2, 1 + longest})
-    return tuple(_fastest_steps(engine, [(batch_size, context_len, n) for n in num_tokens]))
+    fastest = _fastest_steps(engine, [(batch_size, context_len, n) for n in num_tokens])
+    return tuple(StepCost(*cell, seconds) for cell, seconds in fastest.items())
 
 
 def _draft_token_s(engine: Engine, steps: Seq[DraftedStep]) -> float:
     """Seconds of the draft model's step for one token, after a context of the usual length."""
     context_len = round(median(step.context_len for step in steps))
-    return sum(one.seconds for one in _fastest_steps(engine, [(1, context_len, 1)]))
+    return sum(_fastest_steps(engine, [(1, context_len, 1)]).values())
 
 
 def _steps_of(sequence: Sequence) -> list[DraftedStep]:
-    steps, context_len = [], len(sequence.request.prompt_tokens)
-    for num_drafted, num_accepted in zip(
-        sequence.stats.per_step_drafted, sequence.stats.per_step_accepted, strict=True
-    ):
+    steps, context_len, stats = [], len(sequence.request.prompt_tokens), sequence.stats
+    for num_drafted, num_accepted in zip(stats.per_step_drafted, stats.per_step_accepted, strict=True):
         steps.append(DraftedStep(context_len, num_drafted, num_accepted))
         context_len += num_accepted + 1
     return steps
@@ -235,10 +223,8 @@ Cell = tuple[int, int, int]
 """A kind of step: number of rows, tokens of context, and tokens of each row."""
 
 
-def _fastest_steps(engine: Engine, cells: Seq[Cell]) -> list[StepCost]:
-    """Seconds of the fastest of many steps of each kind, timed in turn. Kinds for which the K/V cache has no room are
-    left out.
-    """
+def _fastest_steps(engine: Engine, cells: Seq[Cell]) -> dict[Cell, float]:
+    """Seconds of the fastest of many steps of each kind, in turn; without kinds that the K/V cache cannot hold."""
     engine.clear_cache()
     fastest = {cell: float("inf") for cell in cells if _has_room(engine, *cell)}
     start, rounds = time.perf_counter(), 0
@@ -246,17 +232,13 @@ def _fastest_steps(engine: Engine, cells: Seq[Cell]) -> list[StepCost]:
         for cell in fastest:
             fastest[cell] = min(fastest[cell], time_cell(engine, *cell))
         rounds += 1
-    return [StepCost(*cell, seconds) for cell, seconds in fastest.items()]
+    return fastest
 
 
 def _has_room(engine: Engine, batch_size: int, context_len: int, num_tokens: int) -> bool:
     block_size = engine.config.build_config.tokens_per_block
     needed = -(-(context_len + num_tokens) // block_size) * block_size * batch_size
     return needed <= engine.num_cache_tokens
-
-
-def _is_same_kind(one: StepCost, other: StepCost) -> bool:
-    return replace(one, seconds=0.0) == replace(other, seconds=0.0)
 
 
 def _spread(costs: list[StepCost]) -> list[StepCost]:
@@ -267,7 +249,7 @@ def _spread(costs: list[StepCost]) -> list[StepCost]:
 
 
 def _look_at_weights(path: Path) -> Weights:
-    """Inspect weights by their bits: arithmetic would flush denormal numbers to 0."""
+    """Inspect up to 262,144 numbers of each weight by their bits: arithmetic would flush denormal numbers to 0."""
     num_sampled = num_denormal = 0
     with path.open("rb") as file:
         for tensor in read_header(file).tensors.values():
@@ -342,9 +324,7 @@ def _rope_differences(draft: dict[str, Any], target: dict[str, Any]) -> tuple[st
 
 
 def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings that determine rotary angles, by transformers' present and former names; with a factor only if it
-    scales.
-    """
+    """Settings that determine rotary angles, by transformers' present and former names."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = {f"{name} ": value for name, value in given.items() if isinstance(value, dict)} or {"": given}
     settings: dict[str, Any] = {}
@@ -360,7 +340,7 @@ def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 _NUM_WINDOWS, _WINDOW_S, _ENOUGH = 4, 0.15, 0.8
-_NODES, _HUGE_PAGES = Path("/sys/devices/system/node"), Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def examine_machine(when_built: MachineSpeed | None, memory_bytes: int) -> Machine:
@@ -369,14 +349,14 @@ def examine_machine(when_built: MachineSpeed | None, memory_bytes: int) -> Machi
         when_built=when_built,
         num_cores=num_cores(),
         cpu_share=_cpu_share(),
-        num_numa_nodes=num_numa_nodes(cores()),
+        num_numa_nodes=num_numa_nodes(allowed_cores()),
         huge_pages=huge_pages(),
         memory_bytes=memory_bytes,
     )
 
 
 def _cpu_share() -> float:
-    """Share of the processor that this thread gets: the largest in a few short windows."""
+    """Share of the time for which this thread has a core: the largest in a few windows of 150 ms."""
     share = 0.0
     for _ in range(_NUM_WINDOWS):
         if share > _ENOUGH:
@@ -388,20 +368,9 @@ def _cpu_share() -> float:
     return min(share, 1.0)
 
 
-def num_numa_nodes(used: set[int], nodes: Path = _NODES) -> int:
+def num_numa_nodes(used: set[int], nodes: Path = NUMA_NODES) -> int:
     """Number of NUMA nodes that the cores belong to; 1 if the system does not list nodes."""
-    lists = [_cores_of(path) for path in sorted(nodes.glob("node[0-9]*/cpulist"))]
-    return max(sum(bool(used & of_node) for of_node in lists), 1)
-
-
-def _cores_of(path: Path) -> set[int]:
-    """The numbers in a list of Linux's: `0-3,8` gives 0, 1, 2, 3 and 8."""
-    found: set[int] = set()
-    for part in path.read_text(encoding="utf-8").strip().split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
+    return max(sum(bool(used & of_node) for of_node in numa_nodes(nodes)), 1)
 
 
 def huge_pages(path: Path = _HUGE_PAGES) -> str | None:

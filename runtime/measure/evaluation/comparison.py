@@ -22,12 +22,10 @@ Kind = Literal["count", "time", "speedup"]
 Unit = Literal["", "share", "s", "tokens/s", "x"]
 Record = dict[str, Any]
 
-_ONE_VALUE = "one value each"
-
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric that both documents have. `of_request` is None if a document has a single value of it."""
+    """A metric of a document. `of_request` gives its value for a request; None if a document has one value only."""
 
     name: str
     title: str
@@ -43,9 +41,9 @@ def compare_documents(a: Record, b: Record) -> Record:
     control = _control(a, b, matching)
     metrics = {}
     for metric in _METRICS[a["command"]]:
-        value_a, value_b = metric.of_document(a), metric.of_document(b)
-        if value_a is not None or value_b is not None:
-            metrics[metric.name] = _metric_record(metric, a, b, matching, control)
+        record = _metric_record(metric, a, b, matching, control)
+        if record["a"] is not None or record["b"] is not None:
+            metrics[metric.name] = record
     return {
         "settings": different_settings(a, b),
         "requests": matching.record(),
@@ -88,9 +86,7 @@ class _Matching:
 
 
 def _match(a: Record, b: Record) -> _Matching:
-    """Pair requests with the same prompt: the first with the first of the other document, the second with the
-    second.
-    """
+    """Pair requests with the same prompt: the first with the other document's first, the second with its second."""
     keys_a, keys_b = _keys(a), _keys(b)
     places = {key: i for i, key in enumerate(keys_b)}
     pairs = [(i, places[key]) for i, key in enumerate(keys_a) if key in places]
@@ -133,9 +129,9 @@ def _metric_record(metric: Metric, a: Record, b: Record, matching: _Matching, co
     if metric.kind == "count" and matching.counts_are_exact:
         return record | _verdict("same" if value_a == value_b else "different", "exact", None)
     if metric.of_request is None:
-        return record | _verdict("unknown", "none", _ONE_VALUE)
-    if metric.kind == "time" and (reason := _waiting(metric, a, b)):
-        return record | _verdict("unknown", "none", reason)
+        return record | _verdict("unknown", "none", "one value each")
+    if a["command"] == "run" and metric.name in ("ttft_s", "latency_s"):  # all requests of `run` arrive at the start
+        return record | _verdict("unknown", "none", "a request's time includes waiting for others")
     method: Literal["paired", "unpaired"] = "paired" if matching.is_paired else "unpaired"
     interval, num_observations = _interval_of(metric, a, b, matching)
     record |= {"num_observations": list(num_observations)}
@@ -164,22 +160,13 @@ def _interval_record(interval: Interval) -> Record:
     return {"ratio": interval.estimate, "low": interval.low, "high": interval.high}
 
 
-def _waiting(metric: Metric, a: Record, b: Record) -> str | None:
-    """Reason why latencies of `run` are not compared: all its requests arrive at the start, so later ones wait for
-    earlier ones.
-    """
-    if a["command"] == "run" and metric.name in ("ttft_s", "latency_s"):
-        return "a request's time includes waiting for others"
-    return None
-
-
 def _interval_of(metric: Metric, a: Record, b: Record, matching: _Matching) -> tuple[Interval | None, tuple[int, int]]:
     """The interval of the ratio B to A, and the number of observations in each document."""
     assert metric.of_request is not None
     values_a, values_b = (_logs(metric.of_request, document["requests"]) for document in (a, b))
     groups_a, groups_b = (_groups(metric.kind, document) for document in (a, b))
     if matching.is_paired:
-        # One observation is what ran together in either document: the larger groups decide.
+        # Requests that ran together in either document are one observation: the larger groups decide.
         groups = groups_a if len(set(groups_a)) <= len(set(groups_b)) else [groups_b[j] for _, j in matching.pairs]
         differences = [
             (group, y - x)
@@ -228,8 +215,8 @@ def _means(values: Iterable[tuple[int, float]]) -> list[float]:
 
 
 def _control(a: Record, b: Record, matching: _Matching) -> Interval | None:
-    """Ratio, B over A, of the times for a token of the engines without a drafter: the same work, if the engines are the
-    same. None if a document lacks it.
+    """Interval of the ratio, B over A, of the times for a token without a drafter: the same work in both documents of
+    `summarize`. None if the engines or requests differ, or if a document lacks these times.
     """
     same_engine = a["engine"] == b["engine"] and a["specdec_version"] == b["specdec_version"]
     if a["command"] != "summarize" or not same_engine or not matching.is_paired:
@@ -327,13 +314,9 @@ def _over_requests(
     return value
 
 
-def _system(key: str) -> Callable[[Record], float | None]:
-    """Value of a figure for the first system, which is the engine unless only Hugging Face was run."""
-    return lambda document: _at(key)(next(iter(document["systems"].values())))
-
-
-def _rouge(name: str) -> Callable[[Record], float | None]:
-    return lambda document: _at(name)(next(iter(document["rouge"].values())))
+def _of_first_system(group: str, *keys: str) -> Callable[[Record], float | None]:
+    """Value at `keys` of the first system in `group`: of the engine, unless only Hugging Face was run."""
+    return lambda document: _at(*keys)(next(iter(document[group].values())))
 
 
 def _time_per_token(system: str) -> Callable[[Record], float | None]:
@@ -390,18 +373,23 @@ _OF_RUN = (
 )
 _OF_SUMMARIZE = (
     *(
-        Metric(name, f"ROUGE-{name.removeprefix('rouge')}", "", "count", _rouge(name))
+        Metric(name, f"ROUGE-{name.removeprefix('rouge')}", "", "count", _of_first_system("rouge", name))
         for name in ("rouge1", "rouge2", "rougeL", "rougeLsum")
     ),
-    Metric("ttft_s", "TTFT, median", "s", "time", _system("median_ttft_s"), _at("stats", "ttft_s")),
-    Metric("tpot_s", "TPOT, median", "s", "time", _system("median_tpot_s"), _at("stats", "tpot_s")),
-    Metric("latency_s", "latency, mean", "s", "time", _system("mean_latency_s"), _at("stats", "latency_s")),
+    *(
+        Metric(name, title, "s", "time", _of_first_system("systems", key), _at("stats", name))
+        for name, title, key in (
+            ("ttft_s", "TTFT, median", "median_ttft_s"),
+            ("tpot_s", "TPOT, median", "median_tpot_s"),
+            ("latency_s", "latency, mean", "mean_latency_s"),
+        )
+    ),
     Metric(
         "output_tokens_per_second",
         "tokens/s",
         "tokens/s",
         "time",
-        lambda document: _at("total", "output_tokens_per_second")(next(iter(document["systems"].values()))),
+        _of_first_system("systems", "total", "output_tokens_per_second"),
         _tokens_per_second,
     ),
     *_STEP_TIMES,

@@ -19,7 +19,7 @@ from transformers import (
 from runtime.builder.identity import differences
 from runtime.builder.reference import load_original
 from runtime.core.request import Request, Sequence
-from runtime.core.sampling import Choosable, Processor, apply_rule, penalties, warpers
+from runtime.core.sampling import Choosable, apply_rule, penalties, warpers
 from runtime.measure.evaluation.systems import Batches, Question, SampleRun, SystemRun
 from runtime.text.text import output_text, stop_words_of
 from runtime.util.errors import SpecDecError
@@ -54,7 +54,7 @@ class HuggingFace:
                 code="other_model",
             )
         found = differences(model, model_dir, question.llm.bundle, question.llm.tokenizer, dtype)
-        # What a model suggests for sampling (penalties, least lengths) changes greedy output too.
+        # A model's suggestions for sampling (penalties, least lengths) change greedy output too.
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         model.train(False)
         torch.nn.Module.to(model, engine.device)
@@ -76,14 +76,7 @@ class HuggingFace:
                 do_sample=not sampling.is_greedy,
                 top_k=None if sampling.is_greedy else 0,  # the processors have the request's own
                 num_beams=1,
-                logits_processor=LogitsProcessorList(
-                    [
-                        _WithinBudget(self.template, longest, batch),
-                        _OnlyChoosable(Choosable(sampling, longest, self.template.end_ids)),
-                        _WithoutPadding(penalties(sampling), longest, batch),
-                        *warpers(sampling),
-                    ]
-                ),
+                logits_processor=LogitsProcessorList([_RequestRules(self.template, batch), *warpers(sampling)]),
                 eos_token_id=sorted(self.template.end_ids) or -1,
                 pad_token_id=pad,
                 stopping_criteria=StoppingCriteriaList([clock]),
@@ -108,9 +101,7 @@ class HuggingFace:
 
 
 def _why_not(error: Exception) -> str:
-    """transformers' error in one line. If it advises running a model's code or unpickling, a sentence of
-    ours instead.
-    """
+    """transformers' error in one line; a sentence of ours if the error advises to run a model's code or to unpickle."""
     said = " ".join(str(error).split())
     if "trust_remote_code" in said:
         return "it is code of its own (`auto_map`), which is not run: name a model that transformers has a class for"
@@ -119,48 +110,27 @@ def _why_not(error: Exception) -> str:
     return f"transformers said: {said}"
 
 
-class _OnlyChoosable:
-    """Processor for `min_tokens` and `allowed_token_ids`, for rows whose outputs all begin at the same position."""
+class _RequestRules:
+    """Processor for budgets for thinking, choosable tokens and penalties, which see each row without its padding."""
 
-    def __init__(self, choosable: Choosable) -> None:
-        self._choosable = choosable
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        for row in scores:
-            self._choosable.apply(input_ids.shape[1], row)
-        return scores
-
-
-class _WithinBudget:
-    """Processor for the budget for thinking of each row, whose prompt has padding before it."""
-
-    def __init__(self, template: Request, longest: int, batch: list[list[int]]) -> None:
-        self._starts = [longest - len(prompt) for prompt in batch]
+    def __init__(self, template: Request, batch: list[list[int]]) -> None:
+        longest = max(map(len, batch))
+        self._choosable = Choosable(template.sampling, longest, template.end_ids)
+        self._penalties = penalties(template.sampling)
+        self._num_padding = [longest - len(prompt) for prompt in batch]
         self._budgets = [Sequence.start(template.with_prompt(0, prompt)).sampler.budget for prompt in batch]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        for ids, row, start, budget in zip(input_ids.tolist(), scores, self._starts, self._budgets, strict=True):
-            if budget is not None:
-                apply_rule(budget.rules(ids[start:], [])[0], row)
-        return scores
-
-
-class _WithoutPadding:
-    """Wrapper of penalties that shows them each row's own tokens, without the padding before them."""
-
-    def __init__(self, processors: list[Processor], longest: int, batch: list[list[int]]) -> None:
-        self._processors = processors
-        self._num_padding = [longest - len(prompt) for prompt in batch]
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        given = zip(input_ids, scores.clone(), self._num_padding, self._budgets, strict=True)
         rows = []
-        for ids, row, num_padding in zip(input_ids, scores, self._num_padding, strict=True):
-            row = row[None]
-            for processor in self._processors:
-                row = processor(ids[None, num_padding:], row)
-            rows.append(row)
+        for ids, row, start, budget in given:
+            if budget is not None:
+                apply_rule(budget.rules(ids[start:].tolist(), [])[0], row)
+            self._choosable.apply(len(ids), row)  # outputs begin at the same position in all rows
+            changed = row[None]
+            for processor in self._penalties:
+                changed = processor(ids[None, start:], changed)
+            rows.append(changed)
         return torch.cat(rows)
 
 

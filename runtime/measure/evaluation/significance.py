@@ -22,7 +22,7 @@ _Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Interval:
-    """A difference, and the interval that contains it with probability `LEVEL`."""
+    """An estimated difference, and the interval that contains the true one with probability `LEVEL`."""
 
     estimate: float
     low: float
@@ -68,7 +68,9 @@ def unpaired_shift(a: Seq[float], b: Seq[float]) -> Interval | None:
 
 
 def _interval(values: _Floats, num_cut: int) -> Interval | None:
-    """Range of the sorted `values` without the `num_cut - 1` lowest and highest."""
+    """Median of the sorted `values`, and their range without the `num_cut - 1` lowest and highest; None if `num_cut` is
+    0.
+    """
     if num_cut < 1:
         return None
     return Interval(float(np.median(values)), float(values[num_cut - 1]), float(values[len(values) - num_cut]))

@@ -67,28 +67,26 @@ class SystemRun:
 
     def total(self, max_draft_len: int) -> dict[str, Any]:
         if self.name == "hf":
-            num_tokens = sum(len(sample.output_tokens) for sample in self.samples)
+            work = self.work
             return {
                 "num_requests": len(self.samples),
-                "num_generated_tokens": num_tokens,
-                "wall_s": self.times.wall_s,
-                "output_tokens_per_second": num_tokens / self.times.wall_s,
+                "num_generated_tokens": work.num_tokens,
+                "wall_s": work.wall_s,
+                "output_tokens_per_second": work.num_tokens / work.wall_s,
             }
         return total_record(self.sequences, self.times, max_draft_len)
 
 
 @dataclass(frozen=True)
 class Question:
-    """The task of the systems: the model, and a template for the request of every prompt."""
+    """The model, and a template for the request of every prompt."""
 
     llm: LLM
     template: Request
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
-    """Exception for Ctrl-C, with the batches, by their number, that the engine had answered both with and without the
-    drafter.
-    """
+    """Exception for Ctrl-C, with the answers, by batch number, that were complete with and without the drafter."""
 
     def __init__(self, answers: dict[int, list[SystemRun]]) -> None:
         super().__init__()
@@ -117,9 +115,7 @@ def evaluate_engine(
 
 
 def warm_up(question: Question, session: Session, prompt: list[int]) -> None:
-    """Run the prompt once both ways, so that costs of first calls are over, and discard the output and everything that
-    a drafter learned from it.
-    """
+    """Answer the prompt both ways, for the costs of first calls, and forget what a drafter learned from it."""
     answer_batch(question, session, [prompt], range(1))
     session.clear_pools()
 
@@ -132,12 +128,12 @@ def places_of(batches: Batches) -> list[range]:
 
 def answer_batch(question: Question, session: Session, batch: list[list[int]], place: range) -> list[SystemRun]:
     """Answers to a batch, with the drafter and without, each from an empty cache."""
-    names: list[SystemName] = ["engine", "engine_no_drafter"] if session.has_drafter else ["engine"]
+    names: list[SystemName] = ["engine", "engine_no_drafter"] if session.opened else ["engine"]
     return [_run_engine_batch(question, session, batch, place, name) for name in names]
 
 
 def joined(answers: Mapping[int, list[SystemRun]]) -> list[SystemRun]:
-    """The answers of batches, of at least one, joined in the batches' order."""
+    """The answers to batches, at least one, joined in the batches' order."""
     runs = [SystemRun(run.name) for run in next(iter(answers.values()))]
     for i in sorted(answers):
         for run, part in zip(runs, answers[i], strict=True):

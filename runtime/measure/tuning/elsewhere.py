@@ -1,6 +1,5 @@
 """Step costs of another machine: what its `build` wrote into an engine's `config.json`."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,9 @@ from runtime.util.reading import parse_json, read_utf8
 _FIELDS = ("step_costs", "host_s", "self_draft_costs")
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """Another machine: its step costs, and its speed, if that is known."""
-
-    model: CostModel
-    machine: MachineSpeed | None
-
-
-def read_costs(path: Path) -> Elsewhere:
-    """The costs in a JSON file with `step_costs` and `host_s`, or in an engine's directory; SpecDecError if there are
-    none.
+def read_costs(path: Path) -> tuple[CostModel, MachineSpeed | None]:
+    """The costs in a JSON file such as an engine's `config.json`, or in its directory, and the machine's speed, if the
+    file has it. SpecDecError without costs.
     """
     file = path / CONFIG if path.is_dir() else path
     data = parse_json(read_utf8(file), file)
@@ -36,4 +27,4 @@ def read_costs(path: Path) -> Elsewhere:
     found: dict[str, Any] = {name: data[name] for name in _FIELDS if name in data}
     costs = kept or parse(MeasuredCosts, found, str(file))
     machine = None if data.get("machine") is None else parse(MachineSpeed, data["machine"], str(file))
-    return Elsewhere(CostModel(costs.step_costs, costs.host_s), machine)
+    return CostModel(costs.step_costs, costs.host_s), machine

@@ -11,13 +11,11 @@ from typing import Any
 from runtime.core.generation import Generation
 from runtime.core.request import Request
 from runtime.core.stats import LoopTimes, sum_stats
-from runtime.drafters.protocol import check_request
 from runtime.drafters.speculation import Speculation
 from runtime.llm import LLM
 from runtime.loop.session import Session
 from runtime.measure.evaluation.significance import MIN_PAIRS, paired_shift
 from runtime.measure.tuning.search import Advance, LoopSeconds, Replayed
-from runtime.util.errors import SpecDecError
 
 _MIN_ROUNDS, _MAX_ROUNDS, _ENOUGH_S = 3, 7, 10.0
 _WARM_UP_TOKENS = 8
@@ -33,9 +31,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all batches. For each batch the median over the rounds is taken, so that a single disturbance does
-        not count.
-        """
+        """Seconds of all batches: the sum of each batch's median over the rounds."""
         return sum(float(median(s.total for s in rounds)) for rounds in zip(*self.batches, strict=True))
 
     @property
@@ -57,9 +53,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """Candidates in turn on the same requests, batch by batch. Each starts with an empty cache and with nothing
-    learned.
-    """
+    """Candidates in turn on the same requests, batch by batch, each from an empty cache and with nothing learned."""
 
     llm: LLM
     requests: Sequence[Request]
@@ -75,36 +69,30 @@ class LiveRun:
         return max(_MIN_ROUNDS, -(-MIN_PAIRS // self.num_batches))
 
     def measure(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
-        """Time the candidates in turn, in as many rounds as the noise requires, and in more rounds while rounds are
-        short.
-        """
-        for candidate in candidates:
-            self._round([candidate], 1, _WARM_UP_TOKENS)
-        rounds: list[list[list[Generation]]] = []
-        start = time.perf_counter()
-        while len(rounds) < self.num_rounds or (len(rounds) < _MAX_ROUNDS and time.perf_counter() - start < _ENOUGH_S):
-            rounds.append(self._round(candidates, self.num_batches, None))
-            advance()
-        return [
-            Measured(candidate, [[_seconds(g) for g in one[i]] for one in rounds], _together(rounds[0][i]))
-            for i, candidate in enumerate(candidates)
-        ]
+        """Time the candidates in turn: in the least number of rounds, and in up to 7 rounds within 10 seconds."""
+        return self._timed(candidates, self.num_rounds, _MAX_ROUNDS, advance)
 
     def try_once(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
         """Run each candidate once, one after the other, to find the candidates that are worth timing in turn."""
         return [self.try_in_turn([candidate], advance)[0] for candidate in candidates]
 
     def try_in_turn(self, candidates: Sequence[Speculation], advance: Advance) -> list[Measured]:
-        """Run each candidate once, batch by batch in turn, so that other work on the machine slows all candidates
-        alike.
-        """
+        """Run each candidate once, batch by batch in turn, so that a busy machine slows all alike."""
+        return self._timed(candidates, 1, 1, advance)
+
+    def _timed(
+        self, candidates: Sequence[Speculation], least_rounds: int, most_rounds: int, advance: Advance
+    ) -> list[Measured]:
         for candidate in candidates:
             self._round([candidate], 1, _WARM_UP_TOKENS)
-        found = self._round(candidates, self.num_batches, None)
-        advance()
+        rounds: list[list[list[Generation]]] = []
+        start = time.perf_counter()
+        while len(rounds) < least_rounds or (len(rounds) < most_rounds and time.perf_counter() - start < _ENOUGH_S):
+            rounds.append(self._round(candidates, self.num_batches, None))
+            advance()
         return [
-            Measured(candidate, [[_seconds(g) for g in batches]], _together(batches))
-            for candidate, batches in zip(candidates, found, strict=True)
+            Measured(candidate, [[_seconds(g) for g in one[i]] for one in rounds], _together(rounds[0][i]))
+            for i, candidate in enumerate(candidates)
         ]
 
     def _round(
@@ -128,7 +116,7 @@ class LiveRun:
 
 
 def _seconds(batch: Generation) -> LoopSeconds:
-    """Seconds of a batch, divided at its first step, after which all its sequences have their first token."""
+    """Seconds of a batch, split at the end of its first step, when all its sequences have their first token."""
     prompts = max(sequence.stats.ttft_s or 0.0 for sequence in batch.sequences)
     return LoopSeconds(prompts, batch.times.wall_s - prompts)
 
@@ -170,12 +158,10 @@ class Confirmation:
 
     @property
     def recommended(self) -> Confirmed:
-        """The fastest candidate among those that are faster than no drafter by more than noise; otherwise
-        no drafter.
-        """
+        """The fastest candidate that is faster than no drafter by more than noise; otherwise no drafter."""
         none, *others = self.confirmed
         faster = [other for other in others if other.measured.is_faster_than(none.measured)]
-        return min([*faster, none], key=lambda one: one.measured.seconds) if faster else none
+        return min([none, *faster], key=lambda one: one.measured.seconds)
 
 
 def confirm(replayed: Sequence[Replayed], measured: Sequence[Measured]) -> Confirmation:
@@ -203,25 +189,3 @@ def spread(number: int, wanted: int) -> list[int]:
     """`wanted` of the indices of `number` things, spread as evenly as possible: 0, 3 and 6 for 3 of 10."""
     wanted = min(number, wanted)
     return [i * number // wanted for i in range(wanted)]
-
-
-def fitting(session: Session, requests: Sequence[Request]) -> list[int]:
-    """Indices of the requests that the engine and the drafter can take; SpecDecError, with the reason, if they take
-    none.
-    """
-    drafter = session.opened.drafter if session.opened is not None else None
-    kept, first_error = [], None
-    for i, request in enumerate(requests):
-        try:
-            session.engine.check_lengths(request)
-            check_request(drafter, request)
-            kept.append(i)
-        except SpecDecError as error:
-            first_error = first_error or error
-    if first_error and not kept:
-        raise SpecDecError(
-            f"none of the {len(requests)} requests fits the engine; the first: {first_error.message}",
-            hint="give shorter prompts, or raise `max_seq_len`",
-            code="none_fits",
-        )
-    return kept

@@ -8,7 +8,6 @@ are cut to the budget, and the last step yields fewer tokens if the output ends.
 
 import sys
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -20,9 +19,7 @@ from runtime.text.trace_lines import Trace
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step of sequences in lockstep: the number of tokens before each (in the first step, of its prompt), and its
-    draft's length.
-    """
+    """A step of sequences in lockstep: each one's number of tokens (first, of its prompt) and draft length."""
 
     num_tokens: tuple[int, ...]
     draft_lens: tuple[int, ...]
@@ -38,26 +35,6 @@ class ReplayedBatches:
     draft_time_s: float = 0.0
 
 
-def replay(
-    traces: Iterable[Trace], drafter: Drafter, max_draft_len: int, *, max_new_tokens: int | None = None
-) -> list[RequestStats]:
-    """Statistics of each trace. Traces are replayed one after the other, and forgotten before the next.
-
-    The budget of each request is its output's length. With `max_new_tokens` all requests have that budget instead. A
-    shorter output then ends where the recorded one ended, which no drafter can know: the number of steps stays the
-    same, but more is drafted in the last steps. Spec-Bench counts in this way, with 1,024.
-    """
-    all_stats = []
-    for i, trace in enumerate(traces):
-        sequence = _start(trace, i, max_new_tokens)
-        while not _is_done(sequence, trace):
-            (draft,) = _propose(drafter, [sequence], max_draft_len)
-            sequence.commit(draft, _verify(draft.tokens, _remaining(trace, sequence)))
-        drafter.forget(i)
-        all_stats.append(sequence.stats)
-    return all_stats
-
-
 def replay_batches(
     traces: Seq[Trace],
     drafter: Drafter | None,
@@ -68,9 +45,11 @@ def replay_batches(
     end_ids: frozenset[int] = frozenset(),
 ) -> ReplayedBatches:
     """Counts for the traces in groups of `batch_size` that step together, as orchestrator mode answers them; `drafter`
-    None drafts nothing.
+    None drafts nothing. A group is forgotten when all its requests are done. Drafters do not draft `end_ids`.
 
-    A group is forgotten when all of it is done. Drafters do not draft `end_ids`; the budget is as in `replay`.
+    The budget of each request is its output's length. With `max_new_tokens` all requests have that budget instead. A
+    shorter output then ends where the recorded one ended, which no drafter can know: the number of steps stays the
+    same, but more is drafted in the last steps. Spec-Bench counts in this way, with 1,024.
     """
     replayed = ReplayedBatches()
     for start in range(0, len(traces), batch_size):
@@ -86,7 +65,8 @@ def replay_batches(
             num_tokens = tuple(len(sequence.tokens) for sequence in rows)
             replayed.steps.append(ReplayedStep(num_tokens, tuple(len(draft.tokens) for draft in drafts), is_first))
             for i, draft in zip(running, drafts, strict=True):
-                sequences[i].commit(draft, _verify(draft.tokens, _remaining(group[i], sequences[i])))
+                remaining = group[i].output_tokens[sequences[i].num_generated :]
+                sequences[i].commit(draft, _verify(draft.tokens, remaining))
             running = [i for i in running if not _is_done(sequences[i], group[i])]
             is_first = False
         if drafter is not None:
@@ -96,9 +76,7 @@ def replay_batches(
     return replayed
 
 
-def _start(
-    trace: Trace, request_id: int, max_new_tokens: int | None, end_ids: frozenset[int] = frozenset()
-) -> Sequence:
+def _start(trace: Trace, request_id: int, max_new_tokens: int | None, end_ids: frozenset[int]) -> Sequence:
     def has_ended(tokens: list[int], num_prompt_tokens: int) -> bool:
         return len(tokens) - num_prompt_tokens >= len(trace.output_tokens)
 
@@ -109,10 +87,6 @@ def _start(
 
 def _is_done(sequence: Sequence, trace: Trace) -> bool:
     return sequence.finish_reason is not None or not trace.output_tokens
-
-
-def _remaining(trace: Trace, sequence: Sequence) -> Seq[int]:
-    return trace.output_tokens[sequence.num_generated :]
 
 
 def _propose(drafter: Drafter | None, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
@@ -132,5 +106,5 @@ def _verify(draft_tokens: list[int], target_tokens: Seq[int]) -> VerifyResult:
     num_accepted = next((i for i, (drafted, right) in enumerate(pairs) if drafted != right), None)
     if num_accepted is None:
         num_accepted = min(len(draft_tokens), len(target_tokens))
-    # Beyond the output's end there is no next token, and whatever stands here is cut off with it.
+    # At the output's end there is no next token: -1 stands for it, and is cut off.
     return VerifyResult(num_accepted, target_tokens[num_accepted] if num_accepted < len(target_tokens) else -1)

@@ -14,17 +14,20 @@ from runtime.core.stats import RequestStats, sum_stats
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import DRAFTERS
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
+from runtime.engine.engine import Engine
 from runtime.loop.session import Session
 from runtime.measure.tuning.replay import ReplayedBatches, ReplayedStep, replay_batches
 from runtime.text.trace_lines import Trace
 
 DRAFT_LENS = (1, 2, 3, 4, 6, 8, 10)
 NUM_SCREENED, NUM_LENGTHS, NUM_LIVE = 2, 2, 3
-"""Numbers of best drafters that are tried with a public pool, with shorter drafts, and on the engine."""
+"""Numbers of best candidates: lookups that are replayed on all traces after a screening, and with a public pool; those
+that are tried with shorter drafts; those that are run on the engine.
+"""
 _MAX_SCREENING_TOKENS = 30_000
 """Output tokens above which the grid is first replayed on a part of them; otherwise it would take minutes."""
 _MAX_ADVICE_TOKENS = 10_000
-"""Most output tokens that are replayed for advice. Of more a sample is taken, so that it takes a fraction of a second.
+"""Most output tokens that are replayed for advice, so that it takes a fraction of a second. A larger number is sampled.
 """
 _LOSS = 0.995
 
@@ -56,7 +59,7 @@ def is_replayable(speculation: Speculation) -> bool:
 
 
 def all_lengths(speculation: Speculation, max_draft_len: int) -> list[Speculation]:
-    """Candidates of a drafter that must be run: with drafts of each length, and with automatic lengths."""
+    """Candidates made from a drafter that must be run: with drafts of each length, and with automatic lengths."""
     models = [one.max_draft_len or max_draft_len for one in speculation if one.is_model]
     longest = min(max_draft_len, max(models or [one.max_draft_len or max_draft_len for one in speculation]))
     lengths = [speculation.in_mode("fixed").with_length(n) for n in (*shorter_lens(longest), longest)]
@@ -91,7 +94,7 @@ class LoopSeconds:
 
 
 def predict(replayed: ReplayedBatches, costs: CostModel, max_num_tokens: int) -> LoopSeconds:
-    """Predicted seconds of all steps and of drafting; prompts are computed `max_num_tokens` at a time."""
+    """Predicted seconds of all steps and of drafting; prompts are computed in pieces of `max_num_tokens` tokens."""
     seconds = {True: 0.0, False: replayed.draft_time_s}
     for step in replayed.steps:
         seconds[step.is_first] += step_s(step, costs, max_num_tokens)
@@ -120,6 +123,10 @@ class Cost:
 
     costs: CostModel
     max_num_tokens: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> "Cost":
+        return cls(CostModel(engine.config.step_costs, engine.config.host_s), engine.max_num_tokens)
 
 
 @dataclass(frozen=True)
@@ -151,9 +158,7 @@ class Replayer:
     max_new_tokens: int | None = None
 
     def thinned(self, max_tokens: int) -> "Replayer":
-        """This replayer, or one with every second, third, ... trace, so that outputs have about `max_tokens` tokens in
-        all.
-        """
+        """This replayer, or one with every second, third, ... trace: about `max_tokens` output tokens in all."""
         every = -(-sum(len(trace.output_tokens) for trace in self.traces) // max_tokens)
         return self if every < 2 else replace(self, traces=self.traces[::every])
 
@@ -185,8 +190,8 @@ class Search:
 
     replayer: Replayer
     max_draft_len: int
-    named: Speculation
-    tries_public: bool
+    named: Speculation = NO_SPECULATION
+    tries_public: bool = False
     screened: list[Replayed] = field(default_factory=list)
     replayed: list[Replayed] = field(default_factory=list)
 
@@ -206,10 +211,10 @@ class Search:
         self._try([NO_SPECULATION], advance)
         self._try(self._drafters(advance), advance)
         if self.tries_public and not self.named:
-            self._try(public(_best_lookups(self.replayed)), advance)
-        for best_one in _best(self.replayed, NUM_LENGTHS):
-            lengths = [best_one.candidate.with_length(n) for n in shorter_lens(self.max_draft_len)]
-            auto = [best_one.candidate.in_mode("auto")] if self.replayer.cost else []
+            self._try(public(best_candidates(self.replayed, NUM_SCREENED)), advance)
+        for best in best_candidates(self.replayed, NUM_LENGTHS):
+            lengths = [best.with_length(n) for n in shorter_lens(self.max_draft_len)]
+            auto = [best.in_mode("auto")] if self.replayer.cost else []
             self._try([*lengths, *auto], advance)
 
     def _drafters(self, advance: Advance) -> list[Speculation]:
@@ -223,7 +228,7 @@ class Search:
         for drafter in grid:
             self.screened.append(some.replay(drafter))
             advance()
-        return _best_lookups(self.screened)
+        return best_candidates(self.screened, NUM_SCREENED)
 
     def _try(self, candidates: Seq[Speculation], advance: Advance) -> None:
         for candidate in candidates:
@@ -231,25 +236,14 @@ class Search:
             advance()
 
 
-def _best(replayed: Seq[Replayed], number: int) -> list[Replayed]:
-    """The best `number` of the candidates that have a drafter."""
-    return sorted((r for r in replayed if r.candidate), key=lambda r: r.rank)[:number]
-
-
-def _best_lookups(replayed: Seq[Replayed]) -> list[Speculation]:
-    return [one.candidate for one in _best(replayed, NUM_SCREENED) if one.candidate.lookup is not None]
-
-
-def best_candidates(replayed: Seq[Replayed]) -> list[Speculation]:
-    """The best candidates with a drafter, by predicted time."""
-    return [r.candidate for r in _best(replayed, NUM_LIVE)]
+def best_candidates(replayed: Seq[Replayed], number: int) -> list[Speculation]:
+    """The best `number` of the candidates that have a drafter, by predicted time, or without an engine by steps."""
+    return [one.candidate for one in sorted(replayed, key=lambda one: one.rank) if one.candidate][:number]
 
 
 @dataclass(frozen=True)
 class FixedLost:
-    """Speedups over no drafter, by replay of the same outputs: of drafts with a fixed length, which lost time, and with
-    automatic lengths.
-    """
+    """Speedups over no drafter, by replay: of drafts of a fixed length, which lost time, and of automatic lengths."""
 
     fixed: float
     automatic: float
@@ -265,15 +259,15 @@ def fixed_lost(session: Session, sequences: Seq[Sequence], batch_size: int) -> F
         return None
     traces = [Trace(s.request.prompt_tokens, tuple(s.output_tokens)) for s in sequences]
     request = sequences[0].request
-    cost = Cost(CostModel(engine.config.step_costs, engine.config.host_s), engine.max_num_tokens)
-    replayer = Replayer(traces, batch_size, cost, request.end_ids, request.max_new_tokens).thinned(_MAX_ADVICE_TOKENS)
+    replayer = Replayer(traces, batch_size, Cost.of(engine), request.end_ids, request.max_new_tokens)
+    replayer = replayer.thinned(_MAX_ADVICE_TOKENS)
     candidates = NO_SPECULATION, speculation, speculation.in_mode("auto")
     none, fixed, automatic = (_step_seconds(replayer, candidate) for candidate in candidates)
     return FixedLost(none / fixed, none / automatic) if none / fixed < _LOSS and automatic < fixed else None
 
 
 def _step_seconds(replayer: Replayer, candidate: Speculation) -> float:
-    """Seconds of the steps alone: a lookup takes microseconds, and their number varies from moment to moment."""
+    """Seconds of the steps alone: a lookup takes only microseconds, and not always the same."""
     replayed, cost = replayer.replay(candidate).batches, replayer.cost
     assert cost is not None
     return sum(step_s(step, cost.costs, cost.max_num_tokens) for step in replayed.steps)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 
-from runtime.checkpoint.costs import CostModel
 from runtime.core.request import Request
+from runtime.drafters.protocol import check_request
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import DRAFTERS
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.llm import LLM
 from runtime.loop.compatibility import check_corpora
-from runtime.measure.tuning.live import Confirmation, LiveRun, Measured, confirm, fitting, spread
+from runtime.measure.tuning.live import Confirmation, LiveRun, Measured, confirm, spread
 from runtime.measure.tuning.search import (
     DRAFT_LENS,
     NUM_LIVE,
@@ -34,9 +34,7 @@ from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 _LARGEST_FACTOR = 1.25
 """Largest ratio between the machine's speeds now and at the build that gives no warning."""
 _LONGEST_DRAFT = 1000
-"""Longest draft that is tried without an engine, since a replay proposes drafts at every position and nothing else
-limits them.
-"""
+"""Longest draft that is tried without an engine: nothing else limits a replay's drafts."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
 """Opens a display of progress with this name, for this number of items."""
@@ -57,7 +55,9 @@ class Scope:
     max_draft_len: int | None = None
 
     def longest_draft(self, engine_max_draft_len: int | None) -> int:
-        """The longest draft to try; SpecDecError if the engine takes no draft of this length."""
+        """The longest draft to try. SpecDecError if the engine takes no draft of this length; without an engine
+        (`engine_max_draft_len` None), UsageError beyond 1,000 tokens.
+        """
         wanted = self.max_draft_len or self.named.max_draft_len or None
         if engine_max_draft_len is None:
             if wanted is not None and wanted > _LONGEST_DRAFT:
@@ -91,7 +91,7 @@ class Answered:
 
 
 def replay_alone(traces: Sequence[Trace], scope: Scope, progress: Progress) -> Search:
-    """Counts that each candidate would have had, without an engine. Only for drafters that can be replayed."""
+    """A finished search by counts alone, without an engine. Only for drafters that can be replayed."""
     assert is_replayable(scope.named)
     return _search(Replayer(traces), scope, scope.longest_draft(None), progress)
 
@@ -111,13 +111,30 @@ def check_tuning(llm: LLM, scope: Scope, batch_size: int) -> None:
 
 
 def fitting_requests(llm: LLM, requests: Sequence[Request], scope: Scope) -> list[int]:
-    """Indices of the requests that the engine and the drafter can take; a warning counts the others."""
+    """Indices of the requests that the engine and the drafter can take; a warning counts the others. SpecDecError, with
+    the first one's reason, if there are no such requests.
+    """
     with ExitStack() as stack:
-        speculation = scope.named.in_mode("auto" if scope.named else "fixed")  # "auto" needs what steps cost
-        kept = fitting(llm.open_session(speculation, stack), requests)
-    if len(kept) < len(requests):
-        left_out = len(requests) - len(kept)
-        _warn(f"left out, because they do not fit the engine: {left_out} of {len(requests)}")
+        speculation = scope.named.in_mode("auto" if scope.named else "fixed")  # "auto" needs step costs
+        session = llm.open_session(speculation, stack)
+        drafter = session.opened.drafter if session.opened is not None else None
+        kept, first_error = [], None
+        for i, request in enumerate(requests):
+            try:
+                session.engine.check_lengths(request)
+                check_request(drafter, request)
+                kept.append(i)
+            except SpecDecError as error:
+                first_error = first_error or error
+    if first_error and not kept:
+        raise SpecDecError(
+            f"none of the {len(requests)} requests fits the engine; the first: {first_error.message}",
+            hint="give shorter prompts, or raise `max_seq_len`",
+            code="none_fits",
+        )
+    if first_error:
+        num_left_out = len(requests) - len(kept)
+        _warn(f"left out, because they do not fit the engine: {num_left_out} of {len(requests)}")
     return kept
 
 
@@ -154,15 +171,13 @@ class Tuned:
 def tune(llm: LLM, answered: Answered, scope: Scope, timing: Timing, progress: Progress) -> Tuned:
     """Tune: predict candidates by replay, or run them once; then time the best in turn, and recommend one."""
     llm.measure_costs()
-    config = llm.engine.config
-    cost = Cost(CostModel(config.step_costs, config.host_s), llm.engine.max_num_tokens)
-    end_ids = answered.requests[0].end_ids
+    cost, end_ids = Cost.of(llm.engine), answered.requests[0].end_ids
     replayer = Replayer(answered.traces, timing.batch_size, cost, end_ids, answered.max_new_tokens)
     longest = scope.longest_draft(llm.engine.max_draft_len)
     search = _search(replayer, scope, longest, progress)
     chosen = spread(len(answered.requests), timing.num_live_prompts)
     live = LiveRun(llm, [replace(answered.requests[i], id=n) for n, i in enumerate(chosen)], timing.batch_size)
-    best = best_candidates(search.replayed)
+    best = best_candidates(search.replayed, NUM_LIVE)
     tried = _try_models(live, scope, longest, best, progress)
     sample = replace(replayer, traces=[answered.traces[i] for i in chosen])
     fastest = [one.candidate for one in sorted(tried, key=lambda one: one.seconds)[:NUM_LIVE]]
@@ -203,9 +218,7 @@ def _try_models(
 
 
 def _chains(lookups: Sequence[Speculation], own: Speculation) -> list[Speculation]:
-    """Candidates that join the best lookup with the self-draft copy, or with the draft model; empty if there is no
-    lookup.
-    """
+    """Candidates that join the best lookup and `own`, the copy or draft model; empty if there is no lookup."""
     best = next((one.lookup for one in lookups if one.lookup is not None), None)
     if best is None:
         return []
@@ -224,7 +237,10 @@ def _confirm(
     replayed = [sample.replay(candidate) for candidate in replayable]
     with progress("timing", live.num_rounds) as advance:
         measured = live.measure([*replayable, *others], advance)
-    _warn_of_other_outputs(sample.traces, measured[0])
+    answers = [tuple(sequence.output_tokens) for sequence in measured[0].generation.sequences]
+    num_other = sum(one != trace.output_tokens for one, trace in zip(answers, sample.traces, strict=True))
+    if num_other:  # the traces may come from another model
+        _warn(f"the engine does not answer as in the traces, so predictions are off: {num_other} of {len(answers)}")
     confirmation, model = confirm(replayed, measured), live.llm.bundle.model
     anew = "build the engine again"
     if model is not None:
@@ -233,16 +249,6 @@ def _confirm(
         if not 1 / _LARGEST_FACTOR <= factor <= _LARGEST_FACTOR:
             _warn(f"{what} take {factor:.2f} times as long as when they were measured; if this persists, {anew}")
     return confirmation
-
-
-def _warn_of_other_outputs(traces: Sequence[Trace], measured: Measured) -> None:
-    """Warn if the engine's outputs differ from the traces, which may then come from another model, so that predictions
-    would be wrong.
-    """
-    answers = [tuple(sequence.output_tokens) for sequence in measured.generation.sequences]
-    num_other = sum(one != t.output_tokens for one, t in zip(answers, traces, strict=True))
-    if num_other:
-        _warn(f"the engine does not answer as in the traces, so predictions are off: {num_other} of {len(traces)}")
 
 
 def _warn(message: str) -> None:

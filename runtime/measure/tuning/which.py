@@ -8,22 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from runtime.checkpoint.costs import CostModel
 from runtime.core.request import Request
 from runtime.core.stats import sum_stats
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.speculation import NO_SPECULATION, Speculation
 from runtime.llm import LLM
 from runtime.measure.tuning.live import LiveRun, Measured
-from runtime.measure.tuning.search import Cost, LoopSeconds, Replayer, Search, fixed, predict
+from runtime.measure.tuning.search import Cost, Replayer, Search, fixed
 from runtime.measure.tuning.tune import Answered, Progress
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A drafter with its promises: tokens of a step, seconds of a draft, and seconds of everything after the context
-    phase.
-    """
+    """A drafter and its promises: tokens of a step, seconds of a draft and of all steps after the context phase."""
 
     candidate: Speculation
     tokens_per_step: float
@@ -36,7 +33,9 @@ class Rival:
 
 @dataclass(frozen=True)
 class Sample:
-    """The target's answers, and the seconds of its steps without a drafter: measured, and predicted from step costs."""
+    """The target's answers, and the seconds of their steps after the context phase, without a drafter: measured, and
+    predicted from step costs.
+    """
 
     llm: LLM
     answered: Answered
@@ -50,8 +49,7 @@ class Sample:
 
     @property
     def cost(self) -> Cost:
-        config = self.llm.engine.config
-        return Cost(CostModel(config.step_costs, config.host_s), self.llm.engine.max_num_tokens)
+        return Cost.of(self.llm.engine)
 
     @property
     def replayer(self) -> Replayer:
@@ -84,18 +82,18 @@ def open_sample(llm: LLM, answered: Answered, progress: Progress) -> Sample:
 
 def rivals_of_lookups(sample: Sample, progress: Progress) -> list[Rival]:
     """Rivals by replay: *no drafter*, then the best lookup."""
-    search = Search(sample.replayer, min(10, sample.llm.engine.max_draft_len), NO_SPECULATION, False)
+    search = Search(sample.replayer, min(10, sample.llm.engine.max_draft_len))
     with progress("replaying lookups", search.most) as advance:
         search.run(advance)
     none, *others = search.replayed
     best = min(others, key=lambda one: one.rank)
     found = []
     for one in (none, best):
-        predicted = predict(one.batches, sample.cost.costs, sample.cost.max_num_tokens)
-        steps = max(len(one.batches.steps), 1)
+        assert one.predicted is not None
+        draft_s = one.batches.draft_time_s / max(len(one.batches.steps), 1)
         counts = one.total.counts(one.candidate.max_draft_len or 0)
-        seconds = LoopSeconds(0.0, predicted.others).scaled(LoopSeconds(1.0, sample.factor)).others
-        found.append(Rival(one.candidate, counts["tokens_per_step"], one.batches.draft_time_s / steps, seconds))
+        seconds = one.predicted.others * sample.factor
+        found.append(Rival(one.candidate, counts["tokens_per_step"], draft_s, seconds))
     return found
 
 
@@ -130,7 +128,7 @@ def survivals_of(run: Measured, longest: int) -> list[float]:
 
 
 def _drafting_s(run: Measured) -> float:
-    """Mean seconds of a draft; steps of the context phase have none."""
+    """Seconds of drafting for each step, without counting each request's first step."""
     times = run.generation.times
     return times.draft_time_s / max(times.num_iterations - len(run.generation.sequences), 1)
 

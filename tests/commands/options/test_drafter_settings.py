@@ -57,6 +57,7 @@ def test_devices_are_as_many_as_ranks_or_left_out() -> None:
         ("[10,2,[0]", "[10,2,[0]"),
         ("__import__('os').getcwd()", ""),
         ("[" * 10_000, ""),
+        ("{[10]: 2}", "{[10]: 2}"),
         ("10", "2; 3; 10"),
         ("[0,2,[0]]", "max_draft_len; `--ngram-config`; 1; 0"),
         ("[1.5,2,[0]]", "max_draft_len; `--ngram-config`; 1; 1.5"),

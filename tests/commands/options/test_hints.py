@@ -88,7 +88,7 @@ def test_who_named_a_model_is_not_told_to_build_an_engine() -> None:
         MODEL_AT_HAND.reset(tokens[1])
     for code in ("engine", "draft_len", "prompt_too_long"):
         assert "build`" not in hints[code] and "build --" not in hints[code] and "--model-dir" not in hints[code], code
-    assert "`specdec rm 'my model'`" in hints["engine"] and "`--max-seq-len`" in hints["prompt_too_long"]
+    assert "`specdec rm 'my model'`" in hints["engine"] and "`--max-seq-len x`" in hints["prompt_too_long"]
     remedies = [advised(remedy, "demo") or "" for remedy in REMEDIES.values()]
     assert all(remedies)
     assert not any(f"specdec {command}` again" in one for one in remedies for command in ("build", "convert"))

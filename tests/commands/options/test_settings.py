@@ -244,6 +244,12 @@ def test_what_is_wrong_with_a_variable_is_said(
         ("top_k: 1\n<<: 3", ("`<<`", "line 2")),
         ("base: &base {max_seq_lem: 1}\nrun:\n  <<: *base", ("max_seq_lem", "line 1")),
         (f"stats: {'some' * 750}", ("`--stats`", "3,000 characters", "line 1")),
+        ("# TOML\nmax_seq_len = 64\nmodel = 'demo'", ("line 2", "`max_seq_len = 64`", "`max_seq_len: 64`")),
+        ("model: demo\n[serve]  # TOML\nport = 1", ("line 2", "`serve:`")),
+        ("model: demo\nsampling:\n  top_k=5", ("line 3", "`top_k: 5`")),
+        ("run:\n  stop_words = ['a']", ("line 2", "`stop_words: ['a']`")),
+        ("model: demo\nmax_seq_len:64", ("line 2", "`max_seq_len: 64`")),
+        ("sampling: 3", ("`sampling`", "section", "line 1")),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(
@@ -254,6 +260,29 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(
     result = specdec("run", "a b", "--config", "prod.yaml")
     assert result.exit_code == 2 and result.stderr.count("error: ") == 1 and "Traceback" not in result.stderr
     said(result, *values)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        ("spec_decode_max_draft_len: 4", True),
+        ("draft_len_mode: auto", True),
+        ("ngram_pool: owner", True),
+        ("spec_decode_max_draft_len: 4\nspec_decode_algo: none", True),
+        ("draft_len_mode: auto\nspec_decode_algo: SUFFIX", False),
+        ("spec_decode_max_draft_len: 4\ndraft_model_dir: draft", False),
+    ],
+)
+def test_config_show_tells_that_a_setting_lacks_its_drafter(
+    text: str, is_told: bool, place: Path, specdec: Specdec
+) -> None:
+    """It is no error there: the drafter may come from the command line."""
+    Path("prod.yaml").write_text(text)
+    result = specdec("config", "show", "run", "--config", "prod.yaml")
+    assert result.exit_code == 0 and ("warning" in result.stderr) == is_told, result.stderr
+    if is_told:
+        refused = specdec("run", "demo", "a b", "--config", "prod.yaml").stderr.splitlines()[0]
+        assert "(prod.yaml, line 1)" in refused and refused.removeprefix("error: ") in result.stderr
 
 
 @pytest.mark.parametrize(

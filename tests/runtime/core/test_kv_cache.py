@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from sentences import Said
 
 from runtime.checkpoint.config import LayerShape
+from runtime.core import kv_cache
 from runtime.core.kv_cache import NULL_BLOCK, BlockCopy, BlockManager, KVPool, bytes_per_block
 from runtime.core.request import Draft, Request, Sequence, VerifyResult
 
@@ -229,17 +230,34 @@ def test_block_that_was_copied_stays_findable() -> None:
     assert num_found(pool, [1, 2, 3, 5]) == 3
 
 
-@given(a=tokens_of_a_small_alphabet, b=tokens_of_a_small_alphabet, block_size=st.sampled_from([2, 4]))
+@given(
+    texts=st.lists(tokens_of_a_small_alphabet, min_size=1, max_size=8),
+    asked=tokens_of_a_small_alphabet,
+    block_size=st.sampled_from([2, 4]),
+)
 @settings(deadline=None, derandomize=True)
-def test_longest_computed_prefix_is_found(a: list[int], b: list[int], block_size: int) -> None:
-    """Reuse finds exactly the common prefix where there is room for everything, but never the last token."""
-    pool = SimulatedPool(BlockManager(40, block_size, reuse=True))
-    computed(pool, a)
-    sequence = start(b)
-    assert pool.admit(sequence, len(b))
-    num_common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    assert sequence.num_computed == min(num_common, len(b) - 1)
+def test_longest_computed_prefix_is_found(texts: list[list[int]], asked: list[int], block_size: int) -> None:
+    """Reuse finds exactly the longest common prefix where there is room for everything, but never the last token."""
+    pool = SimulatedPool(BlockManager(200, block_size, reuse=True))
+    for text in texts:
+        computed(pool, text)
+    sequence = start(asked)
+    assert pool.admit(sequence, len(asked))
+    longest = max(n for n in range(len(asked) + 1) if any(text[:n] == asked[:n] for text in texts))
+    assert sequence.num_computed == min(longest, len(asked) - 1)
     pool.check([sequence])
+
+
+def test_an_admission_looks_at_few_of_many_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At two blocks beside the place of its tokens, where 300 texts are kept: it looked at all of them."""
+    pool = SimulatedPool(BlockManager(400, 4, reuse=True))
+    for first in range(300):
+        computed(pool, [first, 1, 2])
+    looked_at: list[object] = []
+    num_common = kv_cache.num_common
+    monkeypatch.setattr(kv_cache, "num_common", lambda a, b: looked_at.append(a) or num_common(a, b))
+    assert num_found(pool, [123, 1, 9]) == 2
+    assert len(looked_at) <= 2
 
 
 @given(num_blocks=st.integers(2, 9), block_size=st.integers(1, 5))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter, IterationSeconds
 from runtime.drafters.suffix import SuffixLookup
-from runtime.measure.tuning.replay import replay, replay_batches
+from runtime.measure.tuning.replay import replay_batches
 from runtime.text.trace_lines import Trace
 
 
@@ -42,7 +42,7 @@ class Sayer:
 
 
 def drafted(output: list[int], drafter: AdaptiveDrafter) -> list[int]:
-    (stats,) = replay([Trace((1,), tuple(output))], drafter, 10)
+    (stats,) = replay_batches([Trace((1,), tuple(output))], drafter, 10).stats
     return stats.per_step_drafted
 
 
@@ -94,7 +94,7 @@ def test_long_matches_are_trusted_apart_from_short_ones() -> None:
             return [Draft(d.tokens, match_len=8 if is_good else 1) for d in super().propose(sequences, max_draft_len)]
 
     mixed = AdaptiveDrafter(Mixed(OUTPUT, []), price(0.1))
-    (stats,) = replay([Trace((1,), tuple(OUTPUT))], mixed, 10)
+    (stats,) = replay_batches([Trace((1,), tuple(OUTPUT))], mixed, 10).stats
     position, by_kind = 0, {True: [], False: []}
     for num_drafted, num_accepted in zip(stats.per_step_drafted, stats.per_step_accepted, strict=True):
         by_kind[position % 2 == 0].append(num_drafted)
@@ -160,8 +160,8 @@ def test_prices_of_another_batch_size_are_no_reason_to_stop() -> None:
 def test_forgotten_request_leaves_nothing_of_its_own() -> None:
     inner = SuffixLookup()
     drafter = AdaptiveDrafter(inner, price(0.1))
-    replay([Trace((1, 2, 1, 2), (1, 2, 1, 2, 1))] * 3, drafter, 4)
-    assert not len(drafter._outcomes) and not inner._histories
+    replay_batches([Trace((1, 2, 1, 2), (1, 2, 1, 2, 1))] * 3, drafter, 4)
+    assert not {*drafter._outcomes._own, *drafter._outcomes._pending.drafts, *inner._histories}
 
 
 class Drawer(Sayer):

@@ -29,6 +29,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, 
 from runtime.checkpoint.config import DraftOutput
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.heads.head_config import kind_of_head, read_head
+from runtime.drafters.heads.head_model import _layers_of
 from runtime.engine.engine import Engine
 from runtime.loop.opening import warn_of_short_blocks
 from runtime.util.errors import SpecDecError, SpecDecWarning
@@ -231,6 +232,11 @@ def test_bad_heads_are_one_sentence(case: str, engine: Engine, head: Block, tmp_
         drafter(engine, tmp_path)
     assert said in error.value.message and "\n" not in error.value.message
     assert error.value.hint and not engine._heads
+
+
+def test_layers_are_made_without_memory(head_dir: Path) -> None:
+    """Transformers makes embeddings with them, which the head takes from its target: a gigabyte beside 8 B."""
+    assert all(one.is_meta for one in _layers_of(read_head(head_dir)).parameters())
 
 
 def test_an_engine_with_too_little_room_is_warned_about(model: PreTrainedModel, tmp_path: Path) -> None:

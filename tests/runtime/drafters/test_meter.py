@@ -9,7 +9,7 @@ import pytest
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.meter import Meter
-from runtime.measure.tuning.replay import replay
+from runtime.measure.tuning.replay import replay_batches
 from runtime.text.trace_lines import Trace
 
 
@@ -95,7 +95,7 @@ def test_tokens_that_cost_more_than_they_yield_are_no_longer_sent(per_token: flo
     """All are right, and their price is a third of a step: what they take decides."""
     watch, output = Watch(), [random.Random(1).randrange(1000) for _ in range(600)]
     adaptive = AdaptiveDrafter(Right(output), lambda batch_size, context_len, n: 1 + 0.3 * n, clock=watch)
-    (stats,) = replay([Trace((1,), tuple(output))], Loop(adaptive, watch, per_token), 10)
+    (stats,) = replay_batches([Trace((1,), tuple(output))], Loop(adaptive, watch, per_token), 10).stats
     late = stats.per_step_drafted[len(stats.per_step_drafted) // 2 :]
     assert (sum(late) / len(late) > 2) == is_sent, late
 

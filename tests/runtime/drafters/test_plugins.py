@@ -137,6 +137,7 @@ BAD = {
     "flag": (describe(word="hot", algorithm="HOT", flag="temperature"), "EchoDrafter", "temperature"),
     "kind": (describe(word="big", algorithm="BIG", flag="big_one").replace("[int,", "[dict,"), "EchoDrafter", "dict"),
     "bare": (describe(word="raw", algorithm="RAW", flag="raw_one").replace("@data", "#"), "EchoDrafter", "@dataclass"),
+    "word": (describe(word="none", algorithm="NONE", flag="none_er"), "EchoDrafter", "stands for something else: none"),
     "spelled": (describe(word="a,b", algorithm="AB", flag="ab"), "EchoDrafter", "'a,b'"),
     "half": (describe(word="half", algorithm="HALF", flag="half_er").replace("def lookup", "def look"), "EchoDrafter",
              "lookup"),

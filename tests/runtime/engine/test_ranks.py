@@ -29,7 +29,7 @@ from runtime.engine.engine import Engine
 from runtime.kernels.groups import Way
 from runtime.kernels.ops import load_kernels
 from runtime.llm import LLM
-from runtime.loop.serving import ServingLoop
+from runtime.loop.serving import LoopLimits, ServingLoop
 from runtime.loop.session import Session
 from runtime.model.attention import KERNEL, PAGED
 from runtime.model.model import ModelKind, Step, load_model, probe_config, split_config
@@ -151,7 +151,7 @@ def test_a_rank_that_ends_ends_all(split_engine_dir: Path, said: Said) -> None:
     with pytest.raises(SpecDecError) as raised:
         llm.generate(PROMPTS[:1], GREEDY)
     said(raised)
-    loop = ServingLoop(Session(llm.engine, "leader"), 10, lambda answers: None)
+    loop = ServingLoop(Session(llm.engine, "leader"), LoopLimits(10), lambda answers: None)
     loop.start()
     assert not loop.takes_requests
     with pytest.raises(SpecDecError) as raised:
@@ -232,7 +232,9 @@ def test_a_rank_that_cannot_begin_is_told(split_llama: Path, monkeypatch: pytest
     said(raised, "1", "2", "7")
 
 
-@pytest.mark.parametrize(("device_ids", "words"), [((4, 5, 6, 7), "2; 4; [4, 5, 6, 7]"), ((1, 1), "[1, 1]")])
+@pytest.mark.parametrize(
+    ("device_ids", "words"), [((4, 5, 6, 7), "2; 4; [4, 5, 6, 7]"), ((1, 1), "[1, 1]"), ((-1, 0), "[-1, 0]")]
+)
 def test_each_rank_has_a_device_of_its_own(
     split_llama: Path, device_ids: tuple[int, ...], words: str, said: Said
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from runtime.measure.diagnosis.observe import huge_pages, num_numa_nodes
 from runtime.util.control_groups import num_cores
+from runtime.util.machine import machine_name
 
 NUM_CORES = len(os.sched_getaffinity(0))
 
@@ -52,3 +53,8 @@ def test_huge_pages_are_what_stands_in_brackets(chosen: str, tmp_path: Path) -> 
     (tmp_path / "enabled").write_text("always madvise never\n".replace(chosen, f"[{chosen}]"))
     assert huge_pages(tmp_path / "enabled") == chosen
     assert huge_pages(tmp_path / "none") is None
+
+
+def test_a_system_without_affinity_has_a_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert f", {os.cpu_count()} core" in machine_name.__wrapped__()

@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import RequestStats, sum_stats
 from runtime.drafters.ngram import NgramLookup
-from runtime.measure.tuning.replay import replay
+from runtime.measure.tuning.replay import replay_batches
 from runtime.text.trace_lines import Trace
 
 SAMPLE = Path(__file__).parents[2] / "data" / "traces.jsonl"
@@ -45,7 +45,7 @@ def test_steps_and_tokens_of_a_known_case() -> None:
     """Ten tokens, three right in each draft of five: 4 + 4 + 2, and the budget cuts the last draft to one token."""
     trace = Trace((1, 2), tuple(range(10, 20)))
     drafter = Oracle(trace, 3)
-    (stats,) = replay([trace], drafter, 5)
+    (stats,) = replay_batches([trace], drafter, 5).stats
     assert stats.per_step_drafted == [5, 5, 1] and stats.per_step_accepted == [3, 3, 1]
     assert stats.counts(5)["tokens_per_step"] == 10 / 3
     assert drafter.forgotten == [0]
@@ -53,10 +53,10 @@ def test_steps_and_tokens_of_a_known_case() -> None:
 
 def test_budget_beyond_the_output_changes_what_is_drafted_and_no_step() -> None:
     trace = Trace((1, 2), tuple(range(10, 20)))
-    (stats,) = replay([trace], Oracle(trace, 3), 5, max_new_tokens=100)
+    (stats,) = replay_batches([trace], Oracle(trace, 3), 5, max_new_tokens=100).stats
     assert stats.per_step_drafted == [5, 5, 5] and stats.per_step_accepted == [3, 3, 2]
     assert (stats.num_steps, stats.num_generated_tokens) == (3, 10)
-    (cut,) = replay([trace], Oracle(trace, 3), 5, max_new_tokens=6)
+    (cut,) = replay_batches([trace], Oracle(trace, 3), 5, max_new_tokens=6).stats
     assert (cut.num_steps, cut.num_generated_tokens) == (2, 6)
 
 
@@ -107,7 +107,7 @@ def tokens_per_step(stats: list[RequestStats]) -> float:
 
 def test_prompt_lookup_on_spec_bench_gives_the_published_figure(spec_bench: list[Trace]) -> None:
     """1.755, of which Spec-Bench's own run gave 1.75."""
-    total = sum_stats(replay(spec_bench, NgramLookup(3, ranking="leftmost"), 10)).counts(10)
+    total = sum_stats(replay_batches(spec_bench, NgramLookup(3, ranking="leftmost"), 10).stats).counts(10)
     assert total["tokens_per_step"] == pytest.approx(1.755, abs=0.001)
     assert total["draft_acceptance_rate"] == pytest.approx(0.122, abs=0.0005)
 
@@ -125,5 +125,5 @@ def test_what_the_drafters_are_worth_on_a_quarter_of_spec_bench(
     drafter: str, figure: float, spec_bench: list[Trace]
 ) -> None:
     """Figures as they were when this was written: a change of a draft is a change of the figure."""
-    stats = replay(spec_bench[::4], MAKE_DRAFTER[drafter](), 10)
+    stats = replay_batches(spec_bench[::4], MAKE_DRAFTER[drafter](), 10).stats
     assert tokens_per_step(stats) == pytest.approx(figure, abs=0.0002)

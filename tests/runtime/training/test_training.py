@@ -21,7 +21,7 @@ from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import scheduler
 from runtime.text.trace_lines import Trace
 from runtime.training.new_head import drafted_ids, tensors_of, with_vocabulary, write_head
-from runtime.training.parallel_model import ParallelModel, choose_masks
+from runtime.training.parallel_model import ParallelModel, choose_mask_token, choose_masks
 from runtime.training.traced_states import likeliest
 from runtime.training.training_run import Target, Texts, TrainingRun, TrainingSettings, split_traces
 from runtime.training.unrolled import (
@@ -281,3 +281,12 @@ class TestParallel:
         kept = [set(masks.anchors[masks.depths == depth].tolist()) for depth in range(1, 8)]
         assert [len(one) for one in kept] == [70, 49, 34, 24, 20, 20, 20]
         assert all(deeper <= one for one, deeper in pairwise(kept))
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"model": []}', '{"model": {"vocab": 5}}', '{"model": {"vocab": {"a": "b"}}}']
+)
+def test_a_damaged_tokenizer_json_is_told(content: str, model: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(SpecDecError, match="without a vocabulary"):
+        choose_mask_token(model, tmp_path)

@@ -14,6 +14,8 @@ from llamacpp_tokens import REAL, write_file
 
 from runtime.checkpoint.gguf.ends import end_ids_of
 from runtime.checkpoint.gguf.reader import read_gguf
+from runtime.checkpoint.gguf.tokenizer import check_gguf_tokenizer
+from runtime.util.errors import SpecDecError
 
 WORD, CONTROL, USER = 1, 3, 4
 FAMILIES: list[tuple[str, Mapping[str, int], Mapping[str, str], set[str]]] = [
@@ -162,3 +164,19 @@ def test_published_vocabulary_ends_at_its_own_ends(name: str, tmp_path: Path) ->
         "tokenizer.ggml.token_type": [types.get(token, WORD) for token in tokens],
     }
     assert {tokens[i] for i in end_ids_of(metadata)} == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(("key", "value"), [("tokens", 5), ("token_type", 3), ("model", ["llama"])])
+def test_a_value_of_another_type_is_told_in_a_sentence(key: str, value: object, tmp_path: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        add = {str: writer.add_string, list: writer.add_array, int: writer.add_uint32}
+        values = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "</s>"], "token_type": [WORD, CONTROL]} | {
+            key: value
+        }
+        for name, one in values.items():
+            add[type(one)](f"tokenizer.ggml.{name}", one)
+
+    path = write_file(tmp_path / "model.gguf", 2, edit)
+    with pytest.raises(SpecDecError, match=f"ggml.{key}|of this kind"):
+        end_ids_of(read_gguf(path).metadata)
+        check_gguf_tokenizer(path)
