@@ -45,11 +45,12 @@ class Launch:
     @property
     def model(self) -> str | None:
         """The model or engine of the launch: the first word, the value of its flag, or the value in a file of
-        settings.
+        settings. None for an engine that is not there, which `serve` will tell.
         """
         if self.flags and not self.flags[0].startswith("-"):
             return self.flags[0]
-        return self.value("model-dir") or self.settings.get("engine-dir")
+        engine = self.value("engine-dir")
+        return self.value("model-dir") or (engine if engine is not None and is_engine(engine) else None)
 
     def value(self, name: str) -> str | None:
         """Value of a flag of `serve`, from the command line or a file of settings."""
@@ -58,7 +59,7 @@ class Launch:
     @property
     def serve_arguments(self) -> list[str]:
         """Arguments for `specdec serve`, which takes them. UsageError where no model is named."""
-        if not self.flags and self.model is None:
+        if not self.flags and self.model is None and self.value("engine-dir") is None:
             raise UsageError(
                 f"no server listens at {self.url}, and no model is named to start one",
                 hint="name a model: `specdec launch TOOL MODEL`",

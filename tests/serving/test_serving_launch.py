@@ -216,9 +216,10 @@ def test_what_is_wrong_is_told_in_a_sentence(
 
 def test_an_engine_keeps_its_own_limits(forks: Forks, home: Path, llama_uncompiled_dir: Path) -> None:
     build = json.loads((llama_uncompiled_dir / "config.json").read_text())["build_config"]
-    printed = forks.run("launch", "codex", llama_uncompiled_dir, "--print", "--port", 0, environment=environment(home))
-    assert f"model_context_window = {build['max_seq_len'] - build['max_draft_len']}\n" in printed.stdout
-    assert "--max-seq-len" not in printed.stdout
+    for named in ([llama_uncompiled_dir], ["--engine-dir", llama_uncompiled_dir]):
+        printed = forks.run("launch", "codex", *named, "--print", "--port", 0, environment=environment(home)).stdout
+        assert f"model_context_window = {build['max_seq_len'] - build['max_draft_len']}\n" in printed
+        assert "--spec-decode-algo AUTO --any-model" in printed and "--max-seq-len" not in printed
 
 
 def test_a_file_of_settings_is_the_servers_too(forks: Forks, home: Path) -> None:
