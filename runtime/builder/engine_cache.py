@@ -63,7 +63,7 @@ from runtime.util.temporary import own_temporary_files, temporary_dir
 
 _MOST_BYTES_WITHOUT_KERNELS = 1 << 30
 _KERNELS_COME_LATER = (
-    "the CPU kernels are being compiled (2 to 4 minutes, once, in the background). Until then the model runs "
+    "the CPU kernels are being compiled (1 to 4 minutes, once, in the background). Until then the model runs "
     "several times slower, and where two tokens are nearly equally likely, later outputs may differ"
 )
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]

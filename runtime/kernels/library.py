@@ -243,7 +243,7 @@ def compile_kernels(path: Path, march: str = "native") -> None:
             path.write_bytes(library)
             return
         if march == "native":
-            warnings.warn("compiling the CPU kernels: 2 to 4 minutes, once", SpecDecWarning, stacklevel=2)
+            warnings.warn("compiling the CPU kernels: 1 to 4 minutes, once", SpecDecWarning, stacklevel=2)
         with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
             objects = compile_objects(compiler, Path(directory), (f"-march={march}",))
             libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
@@ -255,7 +255,7 @@ def compile_kernels(path: Path, march: str = "native") -> None:
 
 def _say_that_it_waits() -> None:
     warnings.warn(
-        "waiting for another process, which is compiling the CPU kernels: 2 to 4 minutes, once",
+        "waiting for another process, which is compiling the CPU kernels: 1 to 4 minutes, once",
         SpecDecWarning,
         stacklevel=2,
     )
