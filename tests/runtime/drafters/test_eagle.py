@@ -286,13 +286,14 @@ def test_it_catches_up_where_others_drafted(
 
 
 def test_blocks_that_another_request_had_hold_its_own_numbers(
-    small_engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path
+    engine_dir: Path, model: PreTrainedModel, head: Eagle, head_dir: Path
 ) -> None:
-    """There are blocks for two requests, so that the third gets those of the first."""
-    eagle = drafter(small_engine, head_dir)
-    for i in range(1, 4):
-        answer(small_engine, "leader", [Request(i, tuple(repetitive_prompt(i, 26)), NUM_NEW_TOKENS)], eagle)
-    check_drafts(eagle.seen, head, model, 30)
+    """There are blocks for two requests, so that the third and the fourth get those of the first."""
+    with Engine.open(engine_dir, kv_cache=KVCacheConfig(max_tokens=100), max_num_tokens=8) as engine:
+        eagle = drafter(engine, head_dir)
+        for i in range(1, 5):
+            answer(engine, "leader", [Request(i, tuple(repetitive_prompt(i, 26)), 24)], eagle)
+        check_drafts(eagle.seen, head, model, 60)
 
 
 def test_numbers_that_are_none_change_nothing(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
