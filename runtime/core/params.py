@@ -411,13 +411,13 @@ class SamplingParams:
     ] = False
     receipt: Annotated[
         bool,
-        RequestField("True: the output has a receipt, which says all that its tokens follow from, for a check of them.",
+        RequestField("True: the output has a receipt, by which its tokens can be computed again and checked.",
                      in_all("receipt", *_OPENAI, "messages"), neutral=(False,)),
     ] = False  # fmt: skip
     json_schema: Annotated[
         str | Mapping[str, Any] | None,
-        RequestField("JSON schema that the output is valid by; `{\"type\": \"object\"}` is any object. Of this and the "
-                     "next three, one.", in_all("json_schema", *_OPENAI, "messages"), "form"),
+        RequestField("JSON schema that the output is valid by; `{\"type\": \"object\"}` is any object. At most "
+                     "one form is given.", in_all("json_schema", *_OPENAI, "messages"), "form"),
     ] = None  # fmt: skip
     regex: Annotated[
         str | None,
