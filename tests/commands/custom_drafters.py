@@ -1,7 +1,6 @@
 """Drafters as users may write them, for `--drafter custom_drafters:…`: good ones, and one for each way to go wrong."""
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,33 +102,3 @@ def raises() -> None:
 
 def needs_an_argument(path: str) -> LastOccurrence:
     return LastOccurrence()
-
-
-class _Returns(_Drafter):
-    def __init__(self, proposal: Callable[[int, int], Any]) -> None:
-        self.proposal = proposal
-
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> Any:
-        return self.proposal(len(sequences), max_draft_len)
-
-
-def nothing() -> _Returns:
-    return _Returns(lambda num_sequences, max_draft_len: None)
-
-
-def foreign_token() -> _Returns:
-    return _Returns(lambda num_sequences, max_draft_len: [Draft([VOCAB_SIZE])] * num_sequences)
-
-
-class _Edits(_Drafter):
-    def __init__(self, edit: Callable[[list[int]], object]) -> None:
-        self.edit = edit
-
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        for sequence in sequences:
-            self.edit(sequence.tokens)
-        return [Draft([]) for _ in sequences]
-
-
-def rewrites_a_token() -> _Edits:
-    return _Edits(lambda tokens: tokens.__setitem__(-1, 5))

@@ -168,16 +168,8 @@ def test_auto_drafts_the_answers_of_earlier_lines(batch: Batch, tmp_path: Path) 
     rows = [openai(f"{i}", prompt=PROMPTS[0], max_tokens=22, temperature=0, ignore_eos=True) for i in range(12)]
     steps = {}
     for name, pool in (("SUFFIX", ["--ngram-pool", "private"]), ("AUTO", [])):
-        flags = [
-            *pool,
-            "--spec-decode-algo",
-            name,
-            "--spec-decode-max-draft-len",
-            10,
-            "--draft-len-mode",
-            "fixed",
-            "--json",
-        ]
+        flags = [*pool, "--spec-decode-algo", name, "--spec-decode-max-draft-len", 10]
+        flags += ["--draft-len-mode", "fixed", "--json"]
         document = batch(rows, *flags, output=f"{name}.jsonl").document
         steps[name] = document["num_generated_tokens"] / document["tokens_per_step"]
         assert len({tuple(texts(row)) for row in results(tmp_path / f"{name}.jsonl")}) == 1

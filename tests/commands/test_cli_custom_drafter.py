@@ -90,8 +90,6 @@ def test_module_that_exits_is_one_error_too(run: Run, current_directory: Path, s
         ("WithoutForget", ("`forget`", "WithoutForget")),
         ("Raises", ("`custom_drafters:Raises`", "KeyError", "no such draft")),
         ("RaisesWhenItForgets", ("`custom_drafters:RaisesWhenItForgets`", "KeyError: 0")),
-        ("nothing", ("`Draft`",)),
-        ("foreign_token", ("300",)),
     ],
 )
 def test_drafter_that_cannot_be_used_is_one_error(run: Run, factory: str, words: tuple[str, ...], said: Said) -> None:

@@ -69,9 +69,7 @@ def test_requests_of_a_batch_have_their_own_form_or_that_of_the_command(
 WRONG = [
     ["--json-schema", "nowhere.json"],
     ["--json-schema", '{"type": "strange"}'],
-    ["--json-schema", '{"$ref": "#/nowhere"}'],
     ["--regex", "(a"],
-    ["--grammar", "start: nothing"],
     ["--regex", "a", "--choice", "b"],
     ["--choice", ""],
 ]

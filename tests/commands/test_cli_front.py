@@ -12,7 +12,6 @@ from sentences import Said
 CONFIGS = [
     ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}, "NGRAM 5 3"),
     ({"decoding_type": "NGram", "max_draft_len": 5, "max_matching_ngram_size": 3, "is_keep_all": True}, "NGRAM 5 3"),
-    ({"method": "suffix", "num_speculative_tokens": 4}, "SUFFIX 4"),
     ({"model": "[ngram]", "num_speculative_tokens": 5, "prompt_lookup_max": 3}, "NGRAM 5 3"),
 ]
 
@@ -61,30 +60,22 @@ def test_a_speculative_config_of_others_is_our_flags(
     ("arguments", "values"),
     [
         (["run", "--engine-dir", "model.gguf", "a"], ("GGUF", "`specdec run model.gguf`")),
-        (["run", "--engine-dir", "model", "a"], ("Hugging Face", "`specdec run model`")),
         (["chat", "--engine-dir", "ckpt"], ("checkpoint", "`specdec build --checkpoint-dir ckpt`")),
         (["run", "ckpt", "a"], ("checkpoint", "`specdec build --checkpoint-dir ckpt`")),
-        (["run", "--model-dir", "engine", "a"], ("engine", "`specdec run engine`")),
         (["run", "nothing", "a"], ("nothing/config.json",)),
-        (["run", "untyped", "a"], ("`model_type`", "untyped/config.json")),
-        (["run", "gone.gguf", "a"], ("gone.gguf",)),
-        (["run", "./gone", "a"], ("./gone",)),
         (["run", "a b"], ("engine_outputs", "`specdec run demo`")),
         (["run", "--model-dir"], ("`specdec run --help-all`",)),
         (["run", "demo:Q4_K_M", "a"], ("demo:Q4_K_M", "`demo --quantization int4`")),
     ],
 )
 def test_what_a_thing_is_is_said(
-    arguments: list[str], values: tuple[str, ...], specdec: Specdec, llama_dir: Path, llama_engine_dir: Path,
-    llama_checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said,
+    arguments: list[str], values: tuple[str, ...], specdec: Specdec, llama_checkpoint_dir: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, said: Said,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    for name, place in (("model", llama_dir), ("engine", llama_engine_dir), ("ckpt", llama_checkpoint_dir)):
-        Path(name).symlink_to(place)
+    Path("ckpt").symlink_to(llama_checkpoint_dir)
     save_gguf(tmp_path / "model.gguf", Q.Q4_0)
     Path("nothing").mkdir()
-    Path("untyped").mkdir()
-    Path("untyped/config.json").write_text("{}")
     result = specdec(*arguments)
     assert result.exit_code in (1, 2) and result.stderr.count("error: ") == 1 and "Traceback" not in result.stderr
     said(result, *values)

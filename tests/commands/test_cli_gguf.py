@@ -48,21 +48,17 @@ def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
         return path, hf_greedy(model, tokenizer(PROMPT)["input_ids"], NUM_TOKENS, END_ID)
 
 
-@pytest.mark.parametrize("place", ["directory", "blob"])
-def test_run_takes_a_file_and_its_directory(
-    place: str, specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
+def test_run_takes_a_file_its_directory_and_a_blob(
+    specdec: Specdec, made: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
     """A blob has a name of its own, as in a hub's cache."""
     path, expected = made
-    model = path if place == "file" else path.parent
-    if place == "blob":
-        model = tmp_path / "sha256-5e8a"
-        model.symlink_to(path)
-    flags = ["--max-output-len", NUM_TOKENS, "--end-id", END_ID, *SIZES, "--json"]
-    assert ids_of(specdec("run", "--model-dir", model, "--input-text", PROMPT, *flags).document) == [expected]
-    drafted = ["--draft-model-dir", model, "--spec-decode-algo", "DRAFT_TARGET", "--spec-decode-max-draft-len", 3]
-    drafted += ["--draft-len-mode", "fixed"]
-    document = specdec("run", "--model-dir", model, "--input-text", PROMPT, *flags, *drafted).document
+    blob = tmp_path / "sha256-5e8a"
+    blob.symlink_to(path)
+    run = ["run", "--input-text", PROMPT, "--max-output-len", NUM_TOKENS, "--end-id", END_ID, *SIZES, "--json"]
+    assert ids_of(specdec(*run, "--model-dir", path.parent).document) == [expected]
+    drafted = ["--draft-model-dir", path, "--spec-decode-algo", "DRAFT_TARGET", "--spec-decode-max-draft-len", 3]
+    document = specdec(*run, "--model-dir", blob, *drafted, "--draft-len-mode", "fixed").document
     assert ids_of(document) == [expected]
     assert document["requests"][0]["stats"]["draft_acceptance_rate"] == 1
 
@@ -157,19 +153,16 @@ def test_tokenizer_is_taken_of_a_file(
 def test_what_is_no_tokenizer_is_one_error(command: str, specdec: Specdec, bare: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_text("GGUF")
     (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "canonical_solution": "a"}\n')
     flags: dict[str, list[object]] = {
-        "batch": ["-i", tmp_path / "a.jsonl", "-o", tmp_path / "out.jsonl"],
-        "summarize": ["--test-engine", "--dataset", tmp_path / "a.jsonl"],
+        "run": ["--model-dir", bare, "--input-text", "a"],
+        "serve": ["--model-dir", bare],
         "corpus create": ["--output", tmp_path / "c", "--text", tmp_path / "a.txt"],
     }
-    own = flags.get(command, ["--input-text", "a"] if command in ("run", "tune", "doctor") else [])
-    model = [] if command == "corpus create" else ["--model-dir", bare]
     for path, message in (
         (bare, f"the file has no tokenizer: {bare}"),
         (bare.parent, f"the file has no tokenizer: {bare}"),
         (tmp_path / "cut.gguf", "cut.gguf` is damaged: it ends within its header"),
         (tmp_path / "none.gguf", f"GGUF file does not exist: {tmp_path / 'none.gguf'}"),
     ):
-        result = specdec(*command.split(), *model, *own, "--tokenizer-dir", path)
+        result = specdec(*command.split(), *flags[command], "--tokenizer-dir", path)
         assert result.exit_code == 1 and message in result.stderr and "Traceback" not in result.stderr

@@ -31,22 +31,12 @@ def leader(specdec: Specdec, llama_engine_dir: Path) -> Leader:
     return call
 
 
-@pytest.fixture
-def algorithm(draft_engine_dir: Path) -> dict[str, list[object]]:
-    return {
-        "none": ["--disable-overlap-scheduler"],
-        "ngram": ["--spec-decode-algo", "NGRAM", "--spec-decode-max-draft-len", 4, "--max-matching-ngram-size", 2],
-        "draft model": ["--spec-decode-algo", "DRAFT_TARGET", "--draft-engine-dir", draft_engine_dir],
-    }
-
-
 @pytest.mark.parametrize("stops", [[], ["--stop-words"]], ids=["no stop word", "stop word"])
-def test_streamed_pieces_make_up_each_text_and_come_interleaved(
-    stops: list[str], leader: Leader, algorithm: dict[str, list[object]]
-) -> None:
+def test_streamed_pieces_make_up_each_text_and_come_interleaved(stops: list[str], leader: Leader) -> None:
     """The stop word is out of the middle of an output and has several tokens, so that pieces end inside it."""
-    whole = texts_of(leader(NINE, *algorithm["ngram"], "--json").document)
-    flags = [*algorithm["ngram"], *(word for flag in stops for word in (flag, whole[0][8:14]))]
+    ngram = ["--spec-decode-algo", "NGRAM", "--spec-decode-max-draft-len", 4, "--max-matching-ngram-size", 2]
+    whole = texts_of(leader(NINE, *ngram, "--json").document)
+    flags = [*ngram, *(word for flag in stops for word in (flag, whole[0][8:14]))]
     expected = texts_of(leader(NINE, *flags, "--json").document)
     assert (expected[0] == whole[0]) == (not stops)
     result = leader(NINE, *flags, "--streaming", "--streaming-interval", 3, "--quiet")

@@ -13,26 +13,13 @@ from transformers import PreTrainedModel
 Run = Callable[..., Result]
 
 
-@pytest.fixture
-def drafters(draft_engine_dir: Path) -> dict[str, list[object]]:
-    return {
-        "none": [],
-        "n-gram": ["--ngram-config", NGRAM],
-        "tokens": draft_model(draft_engine_dir),
-        "logits": draft_model(draft_engine_dir, "[4,[0],[0],True]"),
-    }
-
-
-@pytest.mark.parametrize("drafter", ["n-gram", "logits"])
-@pytest.mark.parametrize(
-    "sampling", [["--temperature", 0.8], ["--repetition-penalty", 1.5]], ids=["sampling", "penalty"]
-)
+@pytest.mark.parametrize("flags", [["--temperature", 0.8], ["--repetition-penalty", 1.5, "--ngram-config", NGRAM]])
 def test_logits_are_hugging_faces_and_nan_after_the_end(
-    run: Run, llama: PreTrainedModel, drafters: dict[str, list[object]], drafter: str, sampling: list[object],
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    """Logits are the model's, before penalties and temperature."""
-    arguments = [*each("--input-text", PROMPTS[:3]), *sampling, *drafters[drafter], "--max-output-len", 20, "--json"]
+    run: Run, llama: PreTrainedModel, draft_engine_dir: Path, flags: list[object], tmp_path: Path
+) -> None:
+    """Logits are the model's, before penalties and temperature. A draft model drafts unless a lookup is named."""
+    drafter = [] if "--ngram-config" in flags else draft_model(draft_engine_dir, "[4,[0],[0],True]")
+    arguments = [*each("--input-text", PROMPTS[:3]), *flags, *drafter, "--max-output-len", 20, "--json"]
     free = run(*arguments).document["requests"]
     end_id = free[1]["output_ids"][6]  # or all outputs would be of one length
     path = tmp_path / "x.npy"
@@ -49,11 +36,11 @@ def test_logits_are_hugging_faces_and_nan_after_the_end(
         assert np.isnan(row[length:]).all()
 
 
-def test_logprobs_are_those_of_the_logits(run: Run, drafters: dict[str, list[object]], tmp_path: Path) -> None:
+def test_logprobs_are_those_of_the_logits(run: Run, draft_engine_dir: Path, tmp_path: Path) -> None:
     """The logarithm of the softmax of what `--output-logits-npy` writes, in a document that its schema allows."""
     path = tmp_path / "x.npy"
     arguments = ["--max-output-len", 9, "--temperature", 0.8, "--logprobs", 2, "--output-logits-npy", path, "--json"]
-    document = run(*drafters["logits"], *arguments).document
+    document = run(*draft_model(draft_engine_dir, "[4,[0],[0],True]"), *arguments).document
     assert_valid("run", document)
     (request,) = document["requests"]
     all_logprobs = torch.log_softmax(torch.from_numpy(np.load(tmp_path / "x_generation.npy"))[0], dim=-1)

@@ -153,10 +153,8 @@ def test_process_killed_while_it_asks_whether_a_file_can_be_written_leaves_none(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
-def test_closed_streams_are_the_null_device(closed: str, process_environment: dict[str, str], tmp_path: Path) -> None:
-    script = f'"$0" -m specdec_cli cache list {closed}'
+def test_closed_streams_are_the_null_device(process_environment: dict[str, str], tmp_path: Path) -> None:
+    script = '"$0" -m specdec_cli cache list >&- 2>&- <&-'
     environment = process_environment | {"SPECDEC_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(["sh", "-c", script, sys.executable], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert bool(done.stdout) == (">&-" not in closed.split())
+    done = subprocess.run(["sh", "-c", script, sys.executable], env=environment)
+    assert done.returncode == 0

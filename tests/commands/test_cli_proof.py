@@ -54,14 +54,14 @@ def sealed(row: dict[str, Any]) -> str:
     "flags",
     [
         ["--ngram-config", NGRAM, *SAMPLED, "--num-return-sequences", 3, "--top-p", 0.9, "--min-p", 0.01],
-        ["--grammar-config", "8", *SAMPLED, "--json-schema", json.dumps(SCHEMA), "--max-output-len", 60],
+        ["--grammar-config", "8", *SAMPLED, "--json-schema", json.dumps(SCHEMA), "--max-output-len", 40],
     ],
 )
 def test_receipts_of_a_run_are_exact(
     specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, flags: list[object]
 ) -> None:
     path = tmp_path / "receipts.jsonl"
-    flags = [*each("--input-text", PROMPTS[:3]), "--max-output-len", 24, *flags]
+    flags = [*each("--input-text", PROMPTS[:2]), "--max-output-len", 24, *flags]
     run = specdec("run", "--engine-dir", llama_engine_dir, *flags, "--receipts", path, "--json").document
     rows = rows_of(path)
     assert [row["output_ids"] for row in rows] == [one["output_ids"] for one in run["requests"]]
@@ -98,13 +98,9 @@ def test_a_changed_receipt_is_named_with_its_token(specdec: Specdec, llama_engin
 
 
 def test_changed_and_damaged_lines_are_told_as_sentences(
-    specdec: Specdec,
-    llama_engine_dir: Path,
-    make_engine_dir: MakeEngineDir,
-    tmp_path: Path,
-    said: Said,
+    specdec: Specdec, llama_engine_dir: Path, make_engine_dir: MakeEngineDir, tmp_path: Path, said: Said,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Rows of `check`'s table, and warnings of `regress`, which compares none of these lines."""
     wide = partial(Console, width=1000, highlight=False, markup=False)
     monkeypatch.setattr("commands.output.output._console", lambda *, stderr, width: wide(stderr=stderr))
@@ -118,10 +114,7 @@ def test_changed_and_damaged_lines_are_told_as_sentences(
         f"and is: '{row['digest']}'",
         json.dumps(without): f"it has lost its digest, which should be: {row['digest']}",
         sealed(row | {"output_ids": [-5]}).strip(): "`output_ids` must be at least 0: -5",
-        sealed(row | {"format_version": 9}).strip(): "it has a format this version cannot read",
         sealed(row | {"prompt_ids": []}).strip(): "`prompt_ids` holds no token id",
-        sealed(row | {"more": 1}).strip(): "it has an unknown key: more",
-        good[: len(good) // 2]: "it is cut or damaged",
         '{"a": "\x01"}': "it is not JSON at column 8: it is cut or damaged",
         "[" * 100_000: "it has brackets too deep to read: it is cut or damaged",
         "9" * 5_000: "it has a number too long to read: it is cut or damaged",
@@ -192,9 +185,7 @@ def test_batches_and_python_write_receipts_too(specdec: Specdec, self_draft_engi
             for result in llm.generate(["The dog", "One day"], params, drafter=drafter):
                 file.writelines(json.dumps(output.receipt) + "\n" for output in result.outputs)
         pieces = [piece.receipt for piece in llm.stream("The dog", params) if piece.finish_reason]
-        assert {one.verdict for one in llm.check_receipts([one or {} for one in pieces])} == {"exact"} and len(
-            pieces
-        ) == 2
+        assert [one.verdict for one in llm.check_receipts([one or {} for one in pieces])] == ["exact"] * 2
     document = specdec("check", results, path, tmp_path / "python.jsonl", *where, "--json").document
     assert document["total"]["verdicts"] == {"exact": 6 + 6 + 16, "likely": 4}
 
@@ -221,10 +212,11 @@ def test_restored_caches_states_splits_and_forms_give_exact_receipts(
             engine_dir, drafters[0] = request.getfixturevalue("llama_engine_dir"), GrammarDrafter(4)
             assert FORMS.keys() == set(get_args(GrammarKind))
             forms = [{name: form} for name, form in FORMS.items()]
+    num = 8 if kind == "split" else 20  # a step of two ranks takes long on a busy machine
     params = [
-        SamplingParams(temperature=one, seed=2, n=2, frequency_penalty=one / 4, max_tokens=20, receipt=True, **form)
+        SamplingParams(temperature=one, seed=2, n=2, frequency_penalty=one / 4, max_tokens=num, receipt=True, **form)
         for form in forms
-        for one in (0.0, 1.2)
+        for one in ((1.2,) if form else (0.0, 1.2))
     ]
     asked = [(prompt, one) for prompt in prompts for one in params]
     receipts, counts = [], []
@@ -256,7 +248,7 @@ def test_restored_caches_states_splits_and_forms_give_exact_receipts(
 def answers(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path) -> tuple[Path, Path]:
     """Greedy traces, and receipts of samples."""
     traces, receipts = tmp_path / "traces.jsonl", tmp_path / "receipts.jsonl"
-    run = ["run", "--engine-dir", llama_engine_dir, *each("--input-text", PROMPTS), "--max-output-len", 24]
+    run = ["run", "--engine-dir", llama_engine_dir, *each("--input-text", PROMPTS[:3]), "--max-output-len", 20]
     specdec(*run, "--output-traces", traces)
     specdec(*run, *SAMPLED, "--receipts", receipts)
     return traces, receipts
@@ -269,13 +261,9 @@ def int4_engine_dir(llama_dir: Path, shared: Path) -> Path:
 
 
 def test_regress_is_what_generating_again_says(
-    specdec: Specdec,
-    answers: tuple[Path, Path],
-    llama_engine_dir: Path,
-    int4_engine_dir: Path,
-    tmp_path: Path,
+    specdec: Specdec, answers: tuple[Path, Path], llama_engine_dir: Path, int4_engine_dir: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """An equal engine changes nothing; another one changes each answer where its own leaves the old one."""
     monkeypatch.setattr("runtime.proof.regress._NUM_UNTIL_CHANGE", 5)
     page = tmp_path / "regress.html"
@@ -288,7 +276,7 @@ def test_regress_is_what_generating_again_says(
         document = specdec("regress", "--traces", path, *flags, "--json").document
         assert_valid("regress", document)
         with LLM(int4_engine_dir) as llm:
-            own = [one.token_ids for one in llm.generate(PROMPTS, SamplingParams(max_tokens=24, **params))]
+            own = [one.token_ids for one in llm.generate(PROMPTS[:3], SamplingParams(max_tokens=20, **params))]
         for answer, row, tokens in zip(document["answers"], rows_of(path), own, strict=True):
             pairs = enumerate(zip(row["output_ids"], tokens, strict=False))
             place = next((i for i, (old, new) in pairs if old != new), None)
@@ -347,13 +335,8 @@ def test_workers_with_other_bits_share_no_batch(
     check_same_bits("here:1", replace(ours, torch="another"), ours, allow_mixed=False)  # of the same bits
     with pytest.raises(SpecDecError) as error:
         check_same_bits("there:2", theirs, ours, allow_mixed=False)
-    said(
-        error.value,
-        "there:2",
-        theirs.name,
-        ours.name,
-        varying=(theirs.logits, ours.logits, ours.processor, theirs.processor),
-    )
+    differing = (theirs.logits, ours.logits, ours.processor, theirs.processor)
+    said(error.value, "there:2", theirs.name, ours.name, varying=differing)
     check_same_bits("there:2", theirs, ours, allow_mixed=True)
     assert "warning: workers give different bits, there:2" in capfd.readouterr().err
 

@@ -31,8 +31,8 @@ def test_it_goes_the_whole_way(
     assert document["engine"]["self_draft_check"]["relative_difference"] < 1e-4
     assert document["engine"]["self_draft_costs"]
     assert specdec("verify", engine).exit_code == 0
-    expected = [hf_greedy(llama, tokenizer(prompt)["input_ids"], 16, 299) for prompt in PROMPTS]
-    run = ["run", "--engine-dir", engine, *each("--input-text", PROMPTS), "--max-output-len", 16, "--end-id", 299]
+    expected = [hf_greedy(llama, tokenizer(prompt)["input_ids"], 8, 299) for prompt in PROMPTS[:2]]
+    run = ["run", "--engine-dir", engine, *each("--input-text", PROMPTS[:2]), "--max-output-len", 8, "--end-id", 299]
     for mode in ("fixed", "auto"):
         found = specdec(*run, "--self-draft-config", "6", "--draft-len-mode", mode, "--json").document
         assert_valid("run", found)
@@ -43,24 +43,16 @@ def test_it_goes_the_whole_way(
         assert found["draft_engine"] is None
 
 
-def test_model_in_as_few_bits_is_refused(specdec: Specdec, llama_dir: Path, tmp_path: Path, said: Said) -> None:
+@pytest.mark.parametrize(("flags", "values"), [(["--qformat", "int4"], "4"), (["--tp-size", 2], "tp_size; 2")])
+def test_model_in_as_few_bits_and_split_model_are_refused(
+    flags: list[Any], values: str, specdec: Specdec, llama_dir: Path, tmp_path: Path, said: Said
+) -> None:
     ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
-    specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--qformat", "int4")
-    build = ["build", "--checkpoint-dir", ckpt, "--output-dir", engine, *DRAFTS, *SIZES, "--self-draft"]
-    refused = specdec(*build, "int4")
-    assert refused.exit_code == 1
-    said(refused, 4, "`--self-draft`")
-    assert "Traceback" not in refused.stderr
-    assert not engine.exists()
-
-
-def test_split_model_is_refused(specdec: Specdec, llama_dir: Path, tmp_path: Path, said: Said) -> None:
-    ckpt, engine = tmp_path / "ckpt", tmp_path / "engine"
-    assert specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, "--tp-size", 2).exit_code == 0
+    assert specdec("convert", "--model-dir", llama_dir, "--output-dir", ckpt, *flags).exit_code == 0
     build = ["build", "--checkpoint-dir", ckpt, "--output-dir", engine, *DRAFTS, *SIZES, "--self-draft", "int4"]
     refused = specdec(*build)
     assert refused.exit_code == 1
-    said(refused, "tp_size", "2", "`--self-draft`")
+    said(refused, *values.split("; "), "`--self-draft`")
     assert "Traceback" not in refused.stderr
     assert not engine.exists()
 

@@ -147,7 +147,7 @@ def test_hf_answers_greedily_whatever_its_generation_config_says(
     model_dir = tmp_path / "model"
     shutil.copytree(llama_dir, model_dir)
     edit_json(model_dir / "generation_config.json", repetition_penalty=5.0, no_repeat_ngram_size=1, min_new_tokens=6)
-    arguments = ["--test-engine", "--test-hf", "--hf-model-dir", model_dir, "--output-len", 30]
+    arguments = ["--test-engine", "--test-hf", "--hf-model-dir", model_dir, "--output-len", 12]
     document = summarize(*arguments, "--json").document
     assert document["checks"]["identical_to_hf"] == {"num_identical": 5, "num_samples": 5}
 
@@ -208,7 +208,7 @@ SAMPLING = ["--temperature", 0.8, "--top-p", 0.95, "--random-seed", 3]
 
 def test_every_system_samples(summarize: Summarize) -> None:
     """Hugging Face as well, reproducibly; and otherwise than greedily."""
-    arguments = ["--test-engine", "--test-hf", "--output-len", 20, "--max-ite", 2, "--json"]
+    arguments = ["--test-engine", "--test-hf", "--output-len", 10, "--max-ite", 2, "--json"]
 
     def outputs(*flags: object) -> dict[str, list[list[int]]]:
         requests = sorted(summarize(*arguments, *flags).document["requests"], key=lambda request: request["id"])

@@ -163,7 +163,7 @@ ERRORS: dict[str, tuple[list[object], int, list[str]]] = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors_leave_nothing(case: str, train: Callable[..., Result], directory: Path) -> None:
     arguments, exit_code, said = ERRORS[case]
-    traces = {"few": [TRACE] * 2, "outside": [TRACE | {"output_ids": [300, 1, 2]}] * 9}
+    traces = {"outside": [TRACE | {"output_ids": [300, 1, 2]}] * 9}
     traces["others"] = [TRACE | {"output_ids": [(7 * i + n) % 300 for i in range(30)]} for n in range(12)]
     for name, lines in traces.items():
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -15,7 +15,7 @@ from runtime.drafters.heads.head_config import read_head
 
 ARTICLES = Path(__file__).parents[2] / "runtime/demo/articles.jsonl"
 NUM_TOKENS = 16
-DEMO = ["--model-dir", "demo"]
+DEMO = ["--model-dir", "demo", "--compiler", "none"]
 SIZES = ["--max-input-len", 64, "--max-seq-len", 128]
 HEAD = ["--draft-model-dir", "demo-head", "--draft-len-mode", "fixed"]
 
@@ -24,7 +24,7 @@ HEAD = ["--draft-model-dir", "demo-head", "--draft-len-mode", "fixed"]
 def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The engine that `DEMO` and `HEAD` have made."""
     states = read_head("demo-head").hidden_states_of(6)
-    with engine_of_model("demo", settings_of({}, hidden_states=states)) as directory:
+    with engine_of_model("demo", settings_of({"compiler": "none"}, hidden_states=states)) as directory:
         return directory
 
 
@@ -99,8 +99,14 @@ def test_a_head_that_is_named_is_not_passed_over(
         "run",
         "--model-dir",
         mtp_dirs[1],
-        "--compiler", "none", "--input-text", "dog", "--max-output-len", 6, "--json",
-    ]  # fmt: skip
+        "--compiler",
+        "none",
+        "--input-text",
+        "dog",
+        "--max-output-len",
+        6,
+        "--json",
+    ]
     for flags in (["--drafters", "mtp"], ["--spec-decode-algo", "MTP"], ["--drafters", "ngram,mtp"]):
         result = specdec(*run, *flags, "--draft-model-dir", tmp_path / "none")
         assert_one_clear_error(result, 1, (str(tmp_path / "none"),))

@@ -28,11 +28,12 @@ TEXTS = ["Once upon a time there was a little dog.", "The dog looked for the bal
 
 
 def test_a_model_with_an_mtp_head_and_a_draft_model_beside(
-    specdec: Specdec, mtp_dirs: tuple[Path, Path], draft_engine_dir: Path, capfd: pytest.CaptureFixture[str]
+    specdec: Specdec, mtp_dirs: tuple[Path, Path], llama_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The draft model has the target's weights: its drafts are right."""
     model = mtp_dirs[1]
-    sample = [*each("--input-text", TEXTS), "--max-output-len", 12, "--compiler", "none", "--measure"]
-    document = specdec("drafters", model, *sample, "--json").document
+    sample = [*each("--input-text", TEXTS), "--max-output-len", 8, "--compiler", "none", "--measure"]
+    document = specdec("drafters", model, *sample, "--draft-model-dir", llama_dir, "--json").document
     show_document(DraftersDocument.model_validate(document), Output())  # another run may choose another lookup
     printed = "".join(capfd.readouterr().out.split())
     for one in document["tried"]:
@@ -43,6 +44,8 @@ def test_a_model_with_an_mtp_head_and_a_draft_model_beside(
     assert tried["no drafter"]["speedup"] == 1 and tried["no drafter"]["draft_len"] == 0
     assert "--spec-decode-algo MTP" in tried["MTP"]["command"]
     assert 1 <= tried["MTP"]["tokens_per_step"] <= 1 + tried["MTP"]["draft_len"]
+    (beside,) = (one for one in document["tried"] if f"--draft-model-dir {llama_dir} " in one["command"])
+    assert 1 + beside["draft_len"] / 2 < beside["tokens_per_step"] <= 1 + beside["draft_len"]
     for one in document["tried"]:
         by_speed = one["tokens_per_second"] / tried["no drafter"]["tokens_per_second"]
         assert one["speedup"] == pytest.approx(by_speed)

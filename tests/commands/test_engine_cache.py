@@ -144,10 +144,6 @@ def test_a_first_answer_does_not_wait_for_kernels(
     assert ids_of(later.document) == ids_of(first.document)
     engines = [Path(one.document["engine"]["engine_dir"]) for one in (first, later)]
     assert [engine.exists() for engine in engines] == [False, True]
-    (library,) = cache.glob("kernels-*.so")
-    library.write_bytes(library.read_bytes()[:-8])
-    shutil.rmtree(cache / "engines")
-    assert AFTERWARDS in answer().stderr
 
 
 def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, kernels: Path) -> None:
@@ -172,9 +168,9 @@ def test_engine_is_built_once_and_serves_all_draft_lengths(specdec: Specdec, ker
 
 def test_a_dtype_that_the_model_has_anyway_is_the_same_engine(specdec: Specdec, llama_dir: Path) -> None:
     run = ["run", llama_dir, PROMPT, "--max-output-len", 4, "--max-seq-len", 72, "--compiler", "none", "--json"]
-    flags: list[list[str]] = [["--dtype", "float32"], [], ["--dtype", "float32"], ["--dtype", "bfloat16"]]
+    flags: list[list[str]] = [["--dtype", "float32"], [], ["--dtype", "bfloat16"]]
     made = [specdec(*run, *one).document["engine"]["engine_dir"] for one in flags]
-    assert made[0] == made[1] == made[2] != made[3]
+    assert made[0] == made[1] != made[2]
 
 
 def another_value(option: str, value: Any) -> Any:
@@ -182,8 +178,7 @@ def another_value(option: str, value: Any) -> Any:
     return words[0] if words else (value or 0) + 3
 
 
-def test_other_weights_and_other_settings_are_other_engines(run: Run, llama_dir: Path, tmp_path: Path) -> None:
-    """Settings that only `build` reads; building is stopped by a model that cannot be built."""
+def test_other_weights_and_other_settings_are_other_engines(llama_dir: Path, tmp_path: Path) -> None:
     from runtime.builder.engine_cache import _identity, settings_of
     from runtime.engine.engine import resolve_device
 

@@ -41,7 +41,6 @@ from runtime.loop.session import Session
 PROMPT = (5, 6, 7, 8)
 NUM_TOKENS = 8
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-OF_16_BITS = ["float16", "bfloat16"]
 
 
 @pytest.fixture(scope="session")
@@ -132,42 +131,39 @@ def test_difference_beyond_rounding_fails_in_every_dtype(dtype: str, twin_engine
     assert not difference.is_near_tie
 
 
-@pytest.mark.parametrize("dtype", OF_16_BITS)
-def test_only_the_first_difference_of_an_output_is_looked_at(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
+@pytest.fixture
+def session(twin_engine_dirs: dict[str, Path]) -> Iterator[Session]:
+    """Of the engine whose near ties pass."""
+    with session_of(twin_engine_dirs["bfloat16"]) as opened:
+        yield opened
+
+
+def test_only_the_first_difference_of_an_output_is_looked_at(session: Session) -> None:
     """Tokens after it follow another text."""
-    with session_of(twin_engine_dirs[dtype]) as session:
-        (sequence,) = generated(session)
-        near = with_token(sequence, 2, twin(sequence.output_tokens[2]))
-        far = with_token(near, 3, worst_at(session, near, 3))
-        check = compare_tokens(session, [far], [sequence])
+    (sequence,) = generated(session)
+    near = with_token(sequence, 2, twin(sequence.output_tokens[2]))
+    far = with_token(near, 3, worst_at(session, near, 3))
+    check = compare_tokens(session, [far], [sequence])
     assert [difference.position for difference in check.differences] == [2]
     assert check.passed
 
 
-@pytest.mark.parametrize("dtype", OF_16_BITS)
-@pytest.mark.parametrize("is_shorter", [True, False])
-def test_output_of_another_length_differs_where_one_has_ended(
-    dtype: str, twin_engine_dirs: dict[str, Path], is_shorter: bool
-) -> None:
-    with session_of(twin_engine_dirs[dtype]) as session:
-        (sequence,) = generated(session)
-        pair = (cut(sequence, 4), sequence) if is_shorter else (sequence, cut(sequence, 4))
+def test_output_of_another_length_differs_where_one_has_ended(session: Session) -> None:
+    (sequence,) = generated(session)
+    shorter, token = cut(sequence, 4), sequence.output_tokens[4]
+    for pair, tokens in (((shorter, sequence), (None, token)), ((sequence, shorter), (token, None))):
         check = compare_tokens(session, [pair[0]], [pair[1]])
-    (difference,) = check.differences
-    tokens = (None, sequence.output_tokens[4])
-    assert (difference.token, difference.token_without_drafter) == (tokens if is_shorter else tokens[::-1])
-    assert (difference.position, difference.logit_margin, difference.is_near_tie) == (4, None, False)
-    assert not check.passed
+        (difference,) = check.differences
+        assert (difference.token, difference.token_without_drafter) == tokens
+        assert (difference.position, difference.logit_margin, difference.is_near_tie) == (4, None, False)
+        assert not check.passed
 
 
-@pytest.mark.parametrize("dtype", OF_16_BITS)
-def test_token_that_cannot_be_chosen_is_no_near_tie(dtype: str, twin_engine_dirs: dict[str, Path]) -> None:
+def test_token_that_cannot_be_chosen_is_no_near_tie(session: Session) -> None:
     """The twin has the same logit, and is banned."""
-    with session_of(twin_engine_dirs[dtype]) as session:
-        banned = twin(generated(session)[0].output_tokens[1])
-    with session_of(twin_engine_dirs[dtype]) as session:
-        (sequence,) = generated(session, sampling=SamplingConfig(bad_words=((banned,),)))
-        check = compare_tokens(session, [with_token(sequence, 1, banned)], [sequence])
+    banned = twin(generated(session)[0].output_tokens[1])
+    (sequence,) = generated(session, sampling=SamplingConfig(bad_words=((banned,),)))
+    check = compare_tokens(session, [with_token(sequence, 1, banned)], [sequence])
     (difference,) = check.differences
     assert (difference.logit_margin, difference.is_near_tie, check.passed) == (None, False, False)
 
@@ -198,18 +194,14 @@ def test_token_at_a_cut_is_chosen_too_when_logits_are_off_by_rounding() -> None:
     assert not is_chosen_within(sampled_sequence().sampler, [1], logits, 0, 1e-3)
 
 
-@pytest.mark.parametrize("dtype", OF_16_BITS)
 @pytest.mark.parametrize(("measured", "is_near_tie"), [(1e3, True), (1e-9, False)])
-def test_samples_nearer_than_rounding_are_near_ties(
-    dtype: str, measured: float, is_near_tie: bool, twin_engine_dirs: dict[str, Path]
-) -> None:
+def test_samples_nearer_than_rounding_are_near_ties(measured: float, is_near_tie: bool, session: Session) -> None:
     """The second best with the noise, where `build` found logits to be off by so much."""
-    with session_of(twin_engine_dirs[dtype]) as session:
-        (sequence,) = generated(session, sampling=SamplingConfig(top_k=0))
-        config = session.engine.config
-        check = replace(config.logits_check, max_abs_difference=measured)
-        session.engine.config = replace(config, logits_check=check)
-        result = compare_tokens(session, [with_token(sequence, 2, worst_at(session, sequence, 2))], [sequence])
+    (sequence,) = generated(session, sampling=SamplingConfig(top_k=0))
+    config = session.engine.config
+    check = replace(config.logits_check, max_abs_difference=measured)
+    session.engine.config = replace(config, logits_check=check)
+    result = compare_tokens(session, [with_token(sequence, 2, worst_at(session, sequence, 2))], [sequence])
     assert (result.num_near_ties, result.passed) == (int(is_near_tie), is_near_tie)
 
 

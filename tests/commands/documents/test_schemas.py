@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ TIMES = ("ttft_s", "tpot_s", "latency_s")
 SERIES = ("per_step_drafted", "per_step_accepted")
 
 
+@cache
 def schema(name: str) -> dict[str, Any]:
     """The schema as anything that reads JSON has it."""
     data: dict[str, Any] = json.loads(json.dumps(schema_of(name)))

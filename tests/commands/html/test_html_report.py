@@ -90,7 +90,7 @@ def test_page_of_a_summary_says_what_its_json_says(reported: Reported, llama_dir
     assert "/speedup_over_hf" in page.data and "/checks/identical_to_no_drafter/num_identical" in page.data
 
 
-def test_outputs_are_marked_as_the_counts_say(reported: Reported, specdec: Specdec) -> None:
+def test_outputs_are_marked_as_the_counts_say(reported: Reported) -> None:
     document, page = reported("run", *ARGUMENTS)
     legend = dict(re.findall(r'<span class="t (\w+)">\w+</span> [^<]*: (\d+)</li>', page.html))
     total = document["total"]

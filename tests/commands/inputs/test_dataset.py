@@ -89,16 +89,6 @@ def test_every_file_kind_gives_the_same_samples_in_the_same_order(
     assert samples == load(write_jsonl(tmp_path), seed=5)
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-def test_order_is_that_of_the_datasets_package_shuffle(tmp_path: Path, seed: int) -> None:
-    import datasets
-
-    expected = datasets.Dataset.from_list(ROWS).shuffle(seed=seed)["id"]
-    ids = [sample.id for sample in load(write_jsonl(tmp_path), seed=seed)]
-    assert ids == list(expected)
-    assert ids != [row["id"] for row in ROWS]
-
-
 def test_max_samples_takes_the_first_of_the_same_order(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path)
     assert load(path, max_samples=5) == load(path)[:5]
@@ -269,21 +259,17 @@ def test_columns_of_any_name_can_be_named(tmp_path: Path, said: Said) -> None:
         ("d.parquet", "PAR1 and no more", ""),
         ("d.parquet", "PAR1 and no more PAR1", ""),
         ("d.xml", "<a/>", ""),
+        ("missing.jsonl", None, ""),
+        ("missing.parquet", None, ""),
     ],
 )
 def test_file_that_cannot_be_read_is_an_error_with_its_path(
-    tmp_path: Path, file: str, content: str | bytes, message: str, said: Said
+    tmp_path: Path, file: str, content: str | bytes | None, message: str, said: Said
 ) -> None:
+    path = tmp_path / file if content is None else write(tmp_path / file, content)
     with pytest.raises(SpecDecError) as error:
-        load(write(tmp_path / file, content))
+        load(path)
     said(error, file, *message.split("; "))
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_missing_file_is_an_error_with_its_path(tmp_path: Path, suffix: str, said: Said) -> None:
-    with pytest.raises(SpecDecError) as error:
-        load(tmp_path / f"missing.{suffix}")
-    said(error, f"missing.{suffix}")
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "no such thing", "", "x" * 5000 + "/y/z", "ünï", "nul\0"])

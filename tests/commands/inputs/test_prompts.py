@@ -158,12 +158,6 @@ def test_one_dimensional_npy_is_one_prompt(tmp_path: Path) -> None:
     assert read_prompts([], npy(np.array([5, 6, 7]), tmp_path / "in.npy")) == ids([5, 6, 7])
 
 
-def test_npy_pad_ids_are_taken_off_the_end_only(tmp_path: Path) -> None:
-    path = npy(np.array([[2, 7, 2, 8, 2], [9, 2, 2, 2, 2]]), tmp_path / "in.npy")
-    assert read_prompts([], path, pad_id=2) == ids([2, 7, 2, 8], [9])
-    assert read_prompts([], path) == ids([2, 7, 2, 8, 2], [9, 2, 2, 2, 2])
-
-
 def test_npy_negative_pad_id_is_taken_off_before_ids_are_checked(tmp_path: Path, said: Said) -> None:
     path = npy(np.array([[1, 2], [3, -1]]), tmp_path / "in.npy")
     assert read_prompts([], path, pad_id=-1) == ids([1, 2], [3])
@@ -247,7 +241,7 @@ def test_jsonl_mistake_is_named_by_its_line(tmp_path: Path, line: str, message: 
     said(error, *message.split("; "))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5), min_size=1, max_size=5))
 def test_csv_and_jsonl_give_back_the_ids_written(tmp_path: Path, rows: list[list[int]]) -> None:
     as_csv = "\n".join(",".join(map(str, row)) for row in rows)

@@ -34,9 +34,22 @@ def parse_config(flag: str, text: str, **more: Any) -> tuple[DrafterSpec, Device
     return drafter, device_ids
 
 
-@pytest.mark.parametrize("text", ["[10,2,[0]]", " [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))", "10,2,[0]"])
-def test_ngram_config_is_draft_length_pattern_length_and_devices(text: str) -> None:
-    assert parse_config("ngram_config", text) == (NgramDrafter(max_draft_len=10, max_matching_ngram_size=2), (0,))
+LISTS: list[tuple[str, list[str], DrafterSpec, Devices]] = [
+    ("ngram_config", [" [ 10 , 2 , [ 0 ] ] ", "(10, 2, (0,))", "10,2,[0]"], NgramDrafter(10, 2), (0,)),
+    ("draft_target_model_config", ["[4,[0],[1],true]"], DraftTargetDrafter(DRAFT, 4, True, (0,)), (1,)),
+    ("draft_target_model_config", ["(4, (0,), (1,), False)"], DraftTargetDrafter(DRAFT, 4, False, (0,)), (1,)),
+    ("self_draft_config", ["[8,[0]]"], SelfDrafter(8), (0,)),
+    ("self_draft_config", ["8"], SelfDrafter(8), None),
+    ("self_draft_config", ["(3,[0],True)"], SelfDrafter(3, use_logits=True), (0,)),
+]
+
+
+@pytest.mark.parametrize(("flag", "texts", "drafter", "devices"), LISTS)
+def test_a_list_is_lengths_devices_and_the_rule(
+    flag: str, texts: list[str], drafter: DrafterSpec, devices: Devices
+) -> None:
+    more = {"draft_engine_dir": DRAFT} if flag.startswith("draft") else {}
+    assert [parse_config(flag, text, **more) for text in texts] == [(drafter, devices)] * len(texts)
 
 
 def test_devices_are_as_many_as_ranks_or_left_out() -> None:
@@ -53,7 +66,6 @@ def test_devices_are_as_many_as_ranks_or_left_out() -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("abc", "abc"),
         ("[10,2,[0]", "[10,2,[0]"),
         ("__import__('os').getcwd()", ""),
         ("[" * 10_000, ""),
@@ -65,27 +77,9 @@ def test_devices_are_as_many_as_ranks_or_left_out() -> None:
         ("[10,0,[0]]", "max_matching_ngram_size; `--ngram-config`; 1; 0"),
         ("[10,2,[]]", "[]"),
         ("[10,2,[-1]]", "[-1]"),
-    ],
-)
-def test_malformed_ngram_config_names_the_part_that_is_wrong(text: str, wrong: str, said: Said) -> None:
-    with pytest.raises(UsageError) as raised:
-        parse_config("ngram_config", text)
-    said(raised, *wrong.split("; "))
-    assert raised.value.hint
-
-
-@pytest.mark.parametrize(("text", "use_logits"), [("[4,[0],[1],true]", True), ("(4, (0,), (1,), False)", False)])
-def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text: str, use_logits: bool) -> None:
-    drafter = DraftTargetDrafter(DRAFT, max_draft_len=4, use_logits=use_logits, device_ids=(0,))
-    assert parse_config("draft_target_model_config", text, draft_engine_dir=DRAFT) == (drafter, (1,))
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
         ("abc", "`--draft-target-model-config`; abc"),
-        ("[4,[0],[0],yes]", "[4,[0],[0],yes]"),
-        ("[]", "1; 4; []"),
+        ("[4,[0],[0],yes]", "`--draft-target-model-config`; [4,[0],[0],yes]"),
+        ("[]", "`--draft-target-model-config`; 1; 4; []"),
         ("[10,2,[0]]", "draft_device_list; `--draft-target-model-config`; 2"),
         ("[0,[0],[0],True]", "draft_len; `--draft-target-model-config`; 1; 0"),
         ("[4,[],[0],True]", "draft_device_list; `--draft-target-model-config`; []"),
@@ -94,9 +88,11 @@ def test_draft_target_model_config_is_draft_length_two_devices_and_the_rule(text
         ("[4,[0],[0],1]", "use_logits; `--draft-target-model-config`; 1"),
     ],
 )
-def test_malformed_draft_target_model_config_names_the_part_that_is_wrong(text: str, wrong: str, said: Said) -> None:
+def test_malformed_list_names_the_part_that_is_wrong(text: str, wrong: str, said: Said) -> None:
+    """N-gram lookup's, unless the flag that is named is the draft model's."""
+    flags = {"draft_engine_dir": DRAFT, "draft_target_model_config": text} if "draft-target" in wrong else {}
     with pytest.raises(UsageError) as raised:
-        parse_config("draft_target_model_config", text, draft_engine_dir=DRAFT)
+        SpeculationOptions(DrafterFlags(**flags or {"ngram_config": text})).resolve()
     said(raised, *wrong.split("; "))
     assert raised.value.hint
 
@@ -184,7 +180,7 @@ def test_lookups_are_long_where_they_send_only_what_pays() -> None:
     assert choose(leader("SELF")) == (SelfDrafter(4),)
 
 
-def test_auto_is_suffix_matching_and_what_is_given(tmp_path: Path) -> None:
+def test_auto_is_suffix_matching_and_what_is_given() -> None:
     """N-gram lookup finds nothing that suffix matching does not find; a flag that only it takes asks for it."""
     assert choose(leader("AUTO")) == (SuffixDrafter(10),)
     of_many = leader("AUTO").flags(None, SpeculationOptions(), answers_many=True)
@@ -195,20 +191,6 @@ def test_auto_is_suffix_matching_and_what_is_given(tmp_path: Path) -> None:
     assert choose(by_size) == (NgramDrafter(10, 3), SuffixDrafter(10))
     with_model = choose(LeaderOptions(None, "auto", LeaderDrafterFlags(6, draft_model_dir="small")))
     assert with_model == (SuffixDrafter(6), DraftTargetDrafter("small", 6))
-
-
-@pytest.mark.parametrize(
-    ("text", "drafter", "devices"),
-    [
-        ("[8,[0]]", SelfDrafter(8), (0,)),
-        ("8", SelfDrafter(8), None),
-        ("(3,[0],True)", SelfDrafter(3, use_logits=True), (0,)),
-    ],
-)
-def test_self_draft_config_is_draft_length_devices_and_the_rule(
-    text: str, drafter: SelfDrafter, devices: tuple[int, ...] | None
-) -> None:
-    assert parse_config("self_draft_config", text) == (drafter, devices)
 
 
 @pytest.mark.parametrize("names", [["ngram", "draft-target"], ["draft-target", "ngram"], [*CONFIGS], ["custom"]])

@@ -39,20 +39,9 @@ def found(words: list[str], *, model_dir: str | None = None, engine_dir: str | N
 @pytest.mark.parametrize(
     ("word", "model", "engine"),
     [
-        *((name, name, None) for name in ("demo", "demo-draft", "model", "./model", "blob", "nothing")),
-        *(
-            (name, name, None)
-            for name in (
-                "missing.gguf",
-                "owner/name",
-                "owner/Name-1.5:Q4_K_M",
-                "owner/name@main",
-                "demo@x",
-                "llama3.2",
-                "./gone",
-                "/a/b",
-            )
-        ),
+        *((name, name, None) for name in ("demo", "demo-draft", "model", "./model", "blob", "nothing", "missing.gguf")),
+        *((name, name, None) for name in ("owner/name", "owner/Name-1.5:Q4_K_M", "owner/name@main", "demo@x")),
+        *((name, name, None) for name in ("llama3.2", "./gone", "/a/b")),
         ("engine", None, "engine"),
     ],
 )

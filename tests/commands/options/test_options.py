@@ -131,16 +131,11 @@ def params(random_seed: int = 0, **given: Any) -> SamplingConfig:
     ("given", "expected"),
     [
         ({}, GREEDY),
-        ({"top_k": 1}, GREEDY),
         ({"temperature": 0.8}, SamplingConfig(temperature=0.8, top_k=0)),
-        ({"temperature": 0.0}, SamplingConfig(temperature=0.0, top_k=0)),
         ({"top_p": 0.9}, SamplingConfig(top_k=0, top_p=0.9)),
-        ({"min_p": 0.1}, SamplingConfig(top_k=0, min_p=0.1)),
-        ({"min_p": 0.0}, GREEDY),
         ({"top_k": -1}, SamplingConfig(top_k=0)),
         ({"temperature": 0.8, "top_k": 1}, SamplingConfig(temperature=0.8)),
         ({"repetition_penalty": 1.2, "random_seed": 7}, SamplingConfig(repetition_penalty=1.2, random_seed=7)),
-        ({"no_repeat_ngram_size": 3}, SamplingConfig(no_repeat_ngram_size=3)),
     ],
 )
 def test_asking_for_a_temperature_or_a_cut_is_asking_for_samples(
