@@ -1,4 +1,4 @@
-"""The tokenizers of GGUF files give llama.cpp's tokens: by each pre-tokenizer, and with published vocabularies."""
+"""The tokenizers of GGUF files give llama.cpp's tokens: by each pre-tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,6 @@ SMALL = {"spaced": None, "unspaced": False}
 
 def of_llamacpp(name: str) -> list[list[int]]:
     """The tokens of each text."""
-    if name in data()["real"]:
-        found: list[list[int]] = data()["real"][name]
-        return found
     return [next(one["ids"] for one in answers if name in one["of"]) for answers in data()["ids"]]
 
 
