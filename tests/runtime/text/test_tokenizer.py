@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizers import backtracking, byte_fallback, byte_level, texts
+from byte_tokenizers import backtracking, byte_level, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged import logged
 from sentences import Said
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
 from runtime.checkpoint.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
@@ -24,14 +24,6 @@ from runtime.util.errors import SpecDecError
 
 STORIES_DIR = Path(__file__).parents[3] / "../shared/data/stories260k"
 DEMO_DIR = Path(__file__).parents[3] / "runtime/demo/target"
-
-
-def with_start() -> PreTrainedTokenizerFast:
-    """Puts `<s>` before a text, as Llama's do."""
-    tokenizer = byte_level()
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
@@ -52,12 +44,9 @@ def stored(tokenizer: Any, directory: Path) -> tuple[SavedTokenizer | None, Any]
     return find_saved_tokenizer(directory), own
 
 
-@pytest.fixture(scope="module", params=["byte-level", "byte-fallback", "with-start", "word-pieces", "demo", "stories"])
+@pytest.fixture(scope="module", params=["word-pieces", "demo", "stories"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[SavedTokenizer, Any]:
     kinds = {
-        "byte-level": byte_level,
-        "byte-fallback": byte_fallback,
-        "with-start": with_start,
         "word-pieces": word_pieces,
         "demo": lambda: AutoTokenizer.from_pretrained(DEMO_DIR),
         "stories": lambda: AutoTokenizer.from_pretrained(STORIES_DIR),
