@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import PUBLISHED, RUN, seed_of, shrunk, write_model
+from published import PUBLISHED, RUN, STDS, seed_of, shrunk, write_model, write_random
 from safetensors.torch import load_file, save_file
 from sentences import Said
 from tiny import build_tiny, hf_greedy, make_config, make_model, repetitive_prompt
@@ -233,37 +233,25 @@ def test_layers_that_predict_further_are_left_out_as_by_transformers(tmp_path: P
 
 
 def test_end_ids_of_the_config_count_where_no_other_file_names_them(tmp_path: Path) -> None:
-    config = shrunk(PUBLISHED["Llama-3.1-8B-Instruct"].config)
-    write_model(config, tmp_path / "model", 0, prompt=PROMPT, num_new_tokens=12)
+    config = shrunk(PUBLISHED["Llama-3.1-8B-Instruct"].config, vocab_size=512)
+    assert len(config["eos_token_id"]) == 3
+    write_random(config | {"eos_token_id": [401, 408, 409]}, tmp_path / "model", 0, STDS[0])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     engine_dir = build_tiny(tmp_path / "model", tmp_path / "built")
     with Engine.open(engine_dir) as engine:
         found = find_end_ids(engine_dir, engine.config.pretrained_config, None)
-    assert found == set(model.generation_config.eos_token_id) == {128001, 128008, 128009}
+    assert found == set(model.generation_config.eos_token_id) == {401, 408, 409}
 
 
-def quanto(directory: Path) -> None:
-    saved(directory)
-    (directory / "quanto_qmap.json").write_text('{"model.layers.0.mlp.up_proj": {"weights": "qint8"}}')
-
-
-def mlx(directory: Path) -> None:
-    saved(directory)
-    said = {"group_size": 64, "bits": 4}
-    change_config(directory, quantization=said, quantization_config=said)
-
-
-FORMATS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "quanto": (quanto, "quanto"),
-    "mlx": (mlx, "MLX"),
-}
-
-
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["quanto", "MLX"])
 def test_formats_that_are_not_read_are_refused_by_their_names(kind: str, tmp_path: Path, said: Said) -> None:
-    make, name = FORMATS[kind]
-    make(tmp_path / "model")
-    said(refusal(tmp_path / "model", tmp_path / "out"), name)
+    model_dir = saved(tmp_path / "model")
+    if kind == "quanto":
+        (model_dir / "quanto_qmap.json").write_text('{"model.layers.0.mlp.up_proj": {"weights": "qint8"}}')
+    else:
+        config = {"group_size": 64, "bits": 4}
+        change_config(model_dir, quantization=config, quantization_config=config)
+    said(refusal(model_dir, tmp_path / "out"), kind)
 
 
 def test_an_engine_whose_tokenizer_cannot_be_read_takes_token_ids(

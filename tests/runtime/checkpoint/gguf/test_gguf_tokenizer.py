@@ -36,6 +36,7 @@ def assert_same_tokens(tokenizer: Any, name: str) -> None:
     assert not wrong, (len(wrong), wrong[:2])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
 def test_pre_tokenizer_splits_as_llamacpp_does(name: str, tmp_path: Path) -> None:
     assert_same_tokens(make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", name)), name)

@@ -94,7 +94,7 @@ COMPRESSED: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("layout", "weights", "algorithm"), [case[1:] for case in COMPRESSED], ids=[case[0] for case in COMPRESSED]
@@ -248,7 +248,7 @@ GGUF_CASES = [("llama", kind) for kind in KINDS] + [
 GGUF_CASES += [(family, Q.F16) for family in GGUF_FAMILIES if family != "gemma3"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 @pytest.mark.parametrize(("architecture", "kind"), GGUF_CASES, ids=[f"{name} {kind.name}" for name, kind in GGUF_CASES])
 def test_gguf_means_what_its_package_says(kind: Q, architecture: str, tmp_path: Path) -> None:
