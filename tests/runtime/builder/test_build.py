@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentences import Said
 from shared import record_anew
-from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_prompt
+from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_prompt, run_build, run_convert
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -24,11 +24,10 @@ from commands.options.hints import hint_of
 from runtime.builder import build as build_module
 from runtime.builder.build import _TOLERANCE, BuildEffort, build_engine
 from runtime.builder.compare_logits import Computed, _logits_in, compute
-from runtime.builder.convert import convert
 from runtime.builder.reference import Choices
 from runtime.checkpoint.bundle import read_engine_config
 from runtime.checkpoint.checksums import config_digest
-from runtime.checkpoint.config import EngineConfig, QuantConfig
+from runtime.checkpoint.config import QuantConfig
 from runtime.checkpoint.tokenizer import SAVED
 from runtime.compiler import capture
 from runtime.core.request import Request
@@ -43,29 +42,11 @@ CPU = torch.device("cpu")
 UNQUANTIZED = QuantConfig()
 
 
-def build(checkpoint_dir: Path, output_dir: Path, *, replace: bool = False, **settings: Any) -> EngineConfig:
-    config = make_build(**settings)
-    return build_engine(
-        checkpoint_dir,
-        output_dir,
-        config,
-        CPU,
-        replace=replace,
-        phase=lambda name: None,
-        effort=BuildEffort(measure_costs=False),
-    )
-
-
 def make_checkpoint(
     model: PreTrainedModel, work_dir: Path, dtype: Any = None, precision: QuantConfig = UNQUANTIZED
 ) -> Path:
     model.save_pretrained(work_dir / "model")
-    convert(
-        *(work_dir / "model", work_dir / "checkpoint", dtype),
-        replace=False,
-        progress=lambda done, total: None,
-        precision=precision,
-    )
+    run_convert(work_dir / "model", work_dir / "checkpoint", dtype, precision=precision)
     return work_dir / "checkpoint"
 
 
@@ -98,7 +79,7 @@ def test_logits_are_checked_in_a_text_that_begins(
         return embed(self, tokens)
 
     monkeypatch.setattr(nn.Embedding, "forward", forward)
-    build(make_checkpoint(model, tmp_path), tmp_path / "engine")
+    run_build(make_checkpoint(model, tmp_path), tmp_path / "engine")
     begins = [tokens[0] == 7 for tokens in seen[:1] + seen[2:3]]  # of the engine's context step, and of transformers
     assert begins == [first == 7] * 2, seen
 
@@ -106,7 +87,7 @@ def test_logits_are_checked_in_a_text_that_begins(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_passes_its_own_tolerance(dtype: str, tmp_path: Path) -> None:
     checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, dtype)
-    config = build(checkpoint_dir, tmp_path / "engine")
+    config = run_build(checkpoint_dir, tmp_path / "engine")
     assert config.dtype == dtype
     assert 1e-5 < config.logits_check.relative_difference < config.logits_check.tolerance
     with Engine.open(tmp_path / "engine") as engine:
@@ -194,7 +175,7 @@ def test_right_step_is_not_refused_for_what_transformers_rounds(
 ) -> None:
     """Gemma 3 270M's is large too, whether K/V are in 8 bits or not."""
     checkpoint_dir = make_steep_checkpoint(tmp_path, *model, precision)
-    check = build(checkpoint_dir, tmp_path / "engine").logits_check
+    check = run_build(checkpoint_dir, tmp_path / "engine").logits_check
     assert check.relative_difference > check.tolerance == 5e-2
     assert check.from_float32 is not None and check.transformers_from_float32 is not None
     assert check.tolerance < check.from_float32 < 1.5 * check.transformers_from_float32
@@ -223,7 +204,7 @@ def test_wrong_step_is_refused_by_float32_too(
     checkpoint_dir = make_steep_checkpoint(tmp_path, family, 2, 0.2, precision)
     monkeypatch.setattr(PagedInputs, "mask", functools.partialmethod(functools.partial(broken, PagedInputs.mask)))
     with pytest.raises(SpecDecError) as raised:
-        build(checkpoint_dir, tmp_path / "engine")
+        run_build(checkpoint_dir, tmp_path / "engine")
     said(raised, tolerance)
     assert not (tmp_path / "engine").exists()
 
@@ -250,7 +231,7 @@ def make_mixture_checkpoint(work_dir: Path, family: str, seed: int) -> Path:
 )
 def test_right_mixture_is_not_refused_for_near_ties_of_its_routers(family: str, seed: int, tmp_path: Path) -> None:
     """One token whose expert is another one is as far from itself as from any."""
-    check = build(make_mixture_checkpoint(tmp_path, family, seed), tmp_path / "engine").logits_check
+    check = run_build(make_mixture_checkpoint(tmp_path, family, seed), tmp_path / "engine").logits_check
     assert check.relative_difference <= check.tolerance or check.from_float32 is not None
 
 
@@ -327,7 +308,7 @@ def below_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", [UNQUANTIZED, QuantConfig(kv_cache="FP8")], ids=str)
 def test_float64_decides_where_transformers_rounds_float32(precision: QuantConfig, tmp_path: Path) -> None:
     checkpoint_dir = make_checkpoint(make_model("llama"), tmp_path, "float32", precision)
-    check = build(checkpoint_dir, tmp_path / "engine").logits_check
+    check = run_build(checkpoint_dir, tmp_path / "engine").logits_check
     assert check.relative_difference > check.tolerance == 1e-8
     assert check.from_float64 is not None and check.transformers_from_float64 is not None
     assert check.tolerance < check.from_float64 < 4 * check.transformers_from_float64 < 1e-5
@@ -357,7 +338,7 @@ def test_layer_whose_kernels_compute_another_product_is_refused(
     monkeypatch.setattr("runtime.model.model.place_quantized", find)
     monkeypatch.setattr(QuantizedLinear, "forward", forward)
     with pytest.raises(SpecDecError) as raised:
-        build(checkpoint_dir, tmp_path / "engine", compiler="aot")
+        run_build(checkpoint_dir, tmp_path / "engine", compiler="aot")
     said(raised, "a quantized layer's product")
     assert not (tmp_path / "engine").exists()
 
@@ -417,7 +398,7 @@ def check_refused(
 ) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(SpecDecError) as error:
-        build(checkpoint_dir, tmp_path / "engine")
+        run_build(checkpoint_dir, tmp_path / "engine")
     said(error, tolerance, judge)
     assert float(error.value.message.split("norm: ")[1].split()[0]) > float(tolerance)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -430,7 +411,7 @@ def test_nan_fails_the_build(tmp_path: Path, said: Said) -> None:
     save_file(tensors, checkpoint_dir / "rank0.safetensors")
     record_anew(checkpoint_dir)
     with pytest.raises(SpecDecError) as raised:
-        build(checkpoint_dir, tmp_path / "engine")
+        run_build(checkpoint_dir, tmp_path / "engine")
     said(raised)
 
 
@@ -456,7 +437,7 @@ def test_lengths_that_do_not_fit_are_errors(
     settings: dict[str, int], message: str, llama_checkpoint_dir: Path, tmp_path: Path, said: Said
 ) -> None:
     with pytest.raises(SpecDecError) as raised:
-        build(llama_checkpoint_dir, tmp_path / "engine", **settings)
+        run_build(llama_checkpoint_dir, tmp_path / "engine", **settings)
     said(raised, *message.split("; "))
     assert list(tmp_path.iterdir()) == []
 
@@ -514,7 +495,7 @@ def test_checkpoint_that_does_not_fill_the_model_is_an_error(
     save_file(tensors, checkpoint_dir / "rank0.safetensors")
     record_anew(checkpoint_dir)
     with pytest.raises(SpecDecError) as raised:
-        build(checkpoint_dir, tmp_path / "engine")
+        run_build(checkpoint_dir, tmp_path / "engine")
     said(raised, *message.split("; "))
     assert not (tmp_path / "engine").exists()
 
@@ -703,20 +684,12 @@ def test_a_model_with_operations_that_programs_lack_is_for_torch_compile(
     """The default takes it, and `aot` is refused. Its compiler is told not to compile here: that takes minutes."""
     checkpoint_dir = make_checkpoint(make_model("llama", **ODD), tmp_path)
     with pytest.raises(SpecDecError) as error:
-        build(checkpoint_dir, tmp_path / "refused", compiler="aot")
+        run_build(checkpoint_dir, tmp_path / "refused", compiler="aot")
     said(error, "linear with 49 inputs")
     assert not (tmp_path / "refused").exists()
-    settings, by_default = make_build(compiler="aot"), BuildEffort(measure_costs=False, takes_torch_compile=True)
+    by_default = BuildEffort(measure_costs=False, takes_torch_compile=True)
     with torch.compiler.set_stance("force_eager"):
-        config = build_engine(
-            checkpoint_dir,
-            tmp_path / "engine",
-            settings,
-            CPU,
-            replace=False,
-            phase=lambda name: None,
-            effort=by_default,
-        )
+        config = run_build(checkpoint_dir, tmp_path / "engine", by_default, compiler="aot")
     assert config.build_config.compiler == "torch-compile"
     assert json.loads((tmp_path / "engine" / "config.json").read_text())["compiler_note"] == config.compiler_note
     assert config.compiler_note == "has operations that `aot` lacks: linear with 49 inputs"
@@ -745,7 +718,7 @@ def test_an_error_that_is_not_the_models_makes_no_other_engine(
 
     monkeypatch.setattr(capture, "trace", fail)
     with pytest.raises(raised):
-        build(checkpoint_dir, tmp_path / "engine", compiler="aot")
+        run_build(checkpoint_dir, tmp_path / "engine", compiler="aot")
     assert not (tmp_path / "engine").exists()
 
 
@@ -757,5 +730,5 @@ def test_a_model_that_computes_by_the_number_of_tokens_is_no_program(
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: compute(self, x) * (1.0 if x.shape[1] < 4096 else 2.0))
     checkpoint_dir = make_checkpoint(make_model("llama", num_hidden_layers=2, rms_norm_eps=0.003), tmp_path)
     with pytest.raises(SpecDecError) as error:
-        build(checkpoint_dir, tmp_path / "engine", compiler="aot")
+        run_build(checkpoint_dir, tmp_path / "engine", compiler="aot")
     said(error, "depends on a size")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import VOCAB_SIZE, make_model
+from tiny import VOCAB_SIZE, make_model, run_convert
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -28,10 +28,6 @@ from runtime.checkpoint.config import Dtype, QuantConfig
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 INDEX = "model.safetensors.index.json"
-
-
-def run_convert(model_dir: Path, output_dir: Path, dtype: Dtype | None = None, *, replace: bool = False) -> Any:
-    return convert(model_dir, output_dir, dtype, replace=replace, progress=lambda done, total: None)
 
 
 def saved_tensors(model_dir: Path) -> dict[str, Tensor]:

@@ -15,12 +15,11 @@ import torch
 from published import PUBLISHED, RUN, STDS, seed_of, shrunk, write_model, write_random
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import build_tiny, hf_greedy, make_config, make_model, repetitive_prompt
+from tiny import build_tiny, hf_greedy, make_config, make_model, repetitive_prompt, run_convert
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.builder.artefacts import check_directory
-from runtime.builder.convert import convert
 from runtime.builder.engine_cache import _identity, settings_of
 from runtime.checkpoint.quant.formats import without_quantization
 from runtime.checkpoint.resolve import files_of_model, read_model_config
@@ -66,7 +65,7 @@ def answer(directory: Path, work_dir: Path) -> list[int]:
 
 def refusal(directory: Path, work_dir: Path) -> SpecDecError:
     with pytest.raises(SpecDecError) as error:
-        convert(directory, work_dir, None, replace=False, progress=lambda done, total: None)
+        run_convert(directory, work_dir)
     assert "\n" not in f"{error.value.message}{error.value.hint}"
     return error.value
 
@@ -141,7 +140,7 @@ def test_an_adapter_beside_a_model_is_told_of_and_one_alone_refused(tmp_path: Pa
     model_dir = saved(tmp_path / "model")
     (model_dir / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base", "peft_type": "LORA"}')
     with pytest.warns(SpecDecWarning) as warned:
-        convert(model_dir, tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+        run_convert(model_dir, tmp_path / "out")
     said(warned)
     (model_dir / "config.json").unlink()
     with pytest.raises(SpecDecError) as raised:

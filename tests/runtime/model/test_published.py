@@ -8,9 +8,8 @@ import pytest
 import torch
 from published import PUBLISHED, RUN, STDS, load_hugging_face, seed_of, shrunk, write_model, write_random
 from sentences import Said
-from tiny import build_tiny, hf_greedy, repetitive_prompt
+from tiny import build_tiny, hf_greedy, repetitive_prompt, run_convert
 
-from runtime.builder.convert import convert
 from runtime.checkpoint.bundle import read_engine_config
 from runtime.checkpoint.config import Compiler, QuantConfig
 from runtime.core.request import Request
@@ -30,7 +29,7 @@ def test_each_is_taken_or_refused_in_a_sentence(name: str, tmp_path: Path) -> No
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(shrunk(published.config)))
     with pytest.raises(SpecDecError) as error:
-        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+        run_convert(tmp_path / "model", tmp_path / "out")
     # What is taken lacks nothing but the weights.
     assert error.value.message.startswith(published.refused or "file is missing: ")
     assert "\n" not in f"{error.value.message}{error.value.hint}"

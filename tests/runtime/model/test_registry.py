@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import transformers
 from forked import Forks
+from tiny import run_convert
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from runtime.builder.convert import convert
 from runtime.util.errors import SpecDecError
 from scripts.tools import families
 
@@ -41,7 +41,7 @@ def test_every_config_is_taken_or_refused_in_a_sentence(model_type: str, tmp_pat
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(default_config(model_type)))
     with pytest.raises(SpecDecError) as error:
-        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+        run_convert(tmp_path / "model", tmp_path / "out")
     said = f"{error.value.message}\n{error.value.hint}"
     assert said.count("\n") == 1 and not INNER_ERROR.search(said), said
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

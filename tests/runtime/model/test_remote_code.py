@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from sentences import Said
+from tiny import run_convert
 
-from runtime.builder.convert import convert
 from runtime.core.params import SamplingParams
 from runtime.llm import LLM
 from runtime.measure.evaluation.hugging_face import HuggingFace
@@ -61,7 +61,7 @@ def test_tokenizers_code_is_refused_in_our_words(
 
 
 def test_models_code_is_not_run_where_transformers_has_its_own(model_dir: Path, tmp_path: Path) -> None:
-    checkpoint = convert(model_dir, tmp_path / "checkpoint", None, replace=False, progress=lambda done, total: None)
+    checkpoint = run_convert(model_dir, tmp_path / "checkpoint")
     config = parse_pretrained_config(checkpoint.pretrained_config, "config.json")
     model = load_model(ModelKind(config, torch.float32, "eager"), tmp_path / "checkpoint" / "rank0.safetensors")
     assert type(model).__name__ == "LlamaForCausalLM"

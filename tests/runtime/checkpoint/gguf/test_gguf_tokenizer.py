@@ -144,20 +144,10 @@ def test_file_without_a_pre_tokenizer_is_told_of_and_read_as_by_llamacpp(tmp_pat
     assert_same_tokens(tokenizer, "default")
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("a\n{% for m in messages %}{{ m.content", "2"),
-        ("{{ messages[0].content | frobnicate }}", "1; 'frobnicate"),
-        ("{{ messages[0].foo.bar }}", "'foo'"),
-    ],
-)
-def test_broken_template_is_one_error_when_a_chat_is_wanted(
-    template: str, message: str, tmp_path: Path, said: Said
-) -> None:
+def test_broken_template_is_one_error_when_a_chat_is_wanted(tmp_path: Path, said: Said) -> None:
+    template = "a\n{% for m in messages %}{{ m.content"
     path = write_byte_level(tmp_path / "model.gguf", "smollm", lambda writer: writer.add_chat_template(template))
     make_gguf_tokenizer(path).save_pretrained(tmp_path / "saved")  # which needs no template
-    chat = ChatTemplate(tmp_path / "saved", {"model_type": "llama"})
     with pytest.raises(SpecDecError) as error:
-        chat.render([{"role": "user", "content": "a"}])
-    said(error, *message.split("; "))
+        ChatTemplate(tmp_path / "saved", {"model_type": "llama"}).render([{"role": "user", "content": "a"}])
+    said(error, "2")

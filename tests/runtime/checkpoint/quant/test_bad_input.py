@@ -26,10 +26,9 @@ from quantized import (
 )
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import make_model
+from tiny import make_model, run_convert
 from torch import Tensor
 
-from runtime.builder.convert import convert
 from runtime.checkpoint.resolve import resolve_model
 from runtime.util.errors import SpecDecError
 from runtime.util.tensor_file import read_metadata
@@ -171,7 +170,7 @@ def test_damaged_quantized_model_is_one_error(
 def refuse(model: Path, tmp_path: Path, said: Said, *values: str, **settings: Any) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(SpecDecError) as error:
-        convert(model, tmp_path / "out", None, replace=False, progress=lambda done, total: None, **settings)
+        run_convert(model, tmp_path / "out", **settings)
     said(error, *values)
     assert error.value.hint and "\n" not in error.value.message
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -341,7 +340,7 @@ def test_gguf_tensor_of_another_shape_is_named_as_in_the_file(name: str, kind: Q
     path = tmp_path / "model.gguf"
     save_gguf(path, kind, edit=halve)
     with pytest.raises(SpecDecError) as error:
-        convert(path, tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+        run_convert(path, tmp_path / "out")
     said(error, name, "metadata", path)
     assert "config.json" not in error.value.message
 
@@ -383,6 +382,3 @@ def test_gguf_type_that_is_not_read_is_named(tmp_path: Path, said: Said) -> None
 
 def _iq2_xxs() -> Any:
     return np.zeros((4, 66), dtype=np.uint8)
-
-
-# A byte that is flipped

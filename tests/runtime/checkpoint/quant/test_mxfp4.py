@@ -11,12 +11,11 @@ import torch
 from published import quantize_experts_to_mxfp4
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import hf_greedy, make_model
+from tiny import hf_greedy, make_model, run_convert
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from runtime.builder.convert import convert
 from runtime.checkpoint.config import Activations
 from runtime.checkpoint.quant.mxfp4 import codes_of, dequantize
 from runtime.checkpoint.quant.weight import from_integers, take_quantized
@@ -47,7 +46,7 @@ def save_quantized(directory: Path) -> None:
 
 def test_a_checkpoint_has_the_numbers_in_the_bits_of_the_file(tmp_path: Path) -> None:
     save_quantized(tmp_path / "model")
-    checkpoint = convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda *_: None)
+    checkpoint = run_convert(tmp_path / "model", tmp_path / "out")
     assert checkpoint.quantization is not None and checkpoint.quantization.quant_algo == "W4A16_MXFP4"
     written = load_file(tmp_path / "out" / "rank0.safetensors")
     assert written[f"{EXPERTS}.weight_book"].tolist()[:8] == [0, 1, 2, 3, 4, 6, 8, 12]
@@ -124,6 +123,6 @@ def test_damaged_blocks_are_one_error(values: str, tmp_path: Path, said: Said) -
     DAMAGES[values](tensors)
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(SpecDecError) as error:
-        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+        run_convert(tmp_path / "model", tmp_path / "out")
     said(error, *values.split("; "))
     assert not (tmp_path / "out").exists()
