@@ -89,10 +89,16 @@ COMPRESSED: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
 @pytest.mark.parametrize(
-    ("layout", "weights", "algorithm"), [case[1:] for case in COMPRESSED], ids=[case[0] for case in COMPRESSED]
+    ("layout", "weights", "algorithm", "dtype"),
+    [
+        pytest.param(*case, dtype, id=f"{name} {dtype}", marks=() if i % 3 == j else pytest.mark.slow)
+        for i, (name, *case) in enumerate(COMPRESSED)
+        for j, dtype in enumerate(DTYPES)
+    ],
 )
 def test_compressed_tensors_mean_what_the_library_says(
     layout: str, weights: dict[str, Any], algorithm: str, dtype: torch.dtype, tmp_path: Path
