@@ -17,14 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.builder.build import BuildEffort, DraftSource, build_engine
 from runtime.builder.convert import convert
-from runtime.checkpoint.config import (
-    BuildConfig,
-    CheckpointConfig,
-    Dtype,
-    EngineConfig,
-    KVCacheQuantAlgo,
-    QuantConfig,
-)
+from runtime.checkpoint.config import BuildConfig, CheckpointConfig, Dtype, EngineConfig, KVCacheQuantAlgo, QuantConfig
 from runtime.core.batch import generation_row
 from runtime.core.request import Sequence
 from runtime.drafters.heads.head_config import read_head

@@ -224,10 +224,7 @@ def make_mixture_checkpoint(work_dir: Path, family: str, seed: int) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "seed"),
-    [
-        ("qwen3-moe", 1),
-        *(pytest.param("mixtral", seed, marks=pytest.mark.slow) for seed in range(9)),
-    ],
+    [("qwen3-moe", 1), *(pytest.param("mixtral", seed, marks=pytest.mark.slow) for seed in range(9))],
 )
 def test_right_mixture_is_not_refused_for_near_ties_of_its_routers(family: str, seed: int, tmp_path: Path) -> None:
     """One token whose expert is another one is as far from itself as from any."""
@@ -469,16 +466,8 @@ def without(name: str) -> Callable[[dict[str, Tensor]], Any]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        pytest.param(
-            without("model.layers.1.mlp.up_proj.weight"),
-            "1",
-            id="lacks a tensor",
-        ),
-        pytest.param(
-            lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}),
-            "1",
-            id="wrong shape",
-        ),
+        pytest.param(without("model.layers.1.mlp.up_proj.weight"), "1", id="lacks a tensor"),
+        pytest.param(lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}), "1", id="wrong shape"),
         pytest.param(
             lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.ones(5, 5)}),
             "1; model.layers.2",

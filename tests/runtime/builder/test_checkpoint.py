@@ -13,13 +13,7 @@ from safetensors.torch import load_file, save_file
 from sentences import Said
 from tiny import VOCAB_SIZE, make_model, run_convert
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    FalconConfig,
-    PreTrainedConfig,
-    Qwen2MoeConfig,
-    T5Config,
-)
+from transformers import AutoConfig, FalconConfig, PreTrainedConfig, Qwen2MoeConfig, T5Config
 
 from runtime.builder.convert import convert, convert_for_build, plan_conversion
 from runtime.builder.engine_cache import engine_of_model, settings_of

@@ -163,10 +163,7 @@ def test_a_model_without_its_head_is_refused_unless_it_is_tied(tmp_path: Path, s
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        ("llama", "model.layers.1.mlp.up_proj.weight"),
-        ("gpt-neox", "gpt_neox.layers.1.attention.dense.weight"),
-    ],
+    [("llama", "model.layers.1.mlp.up_proj.weight"), ("gpt-neox", "gpt_neox.layers.1.attention.dense.weight")],
     ids=["own names", "renamed"],
 )
 def test_a_model_that_lacks_a_weight_is_refused_by_its_path(family: str, name: str, tmp_path: Path, said: Said) -> None:
@@ -466,11 +463,7 @@ def test_values_of_published_configs_are_read(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "where", "name", "value"),
-    [
-        ("dbrx", "ffn_config", "moe_num_experts", 0),
-        ("jetmoe", None, "kv_channels", -8),
-        ("llama", None, "head_dim", 0),
-    ],
+    [("dbrx", "ffn_config", "moe_num_experts", 0), ("jetmoe", None, "kv_channels", -8), ("llama", None, "head_dim", 0)],
 )
 def test_a_size_below_one_is_told(
     family: str, where: str | None, name: str, value: int, tmp_path: Path, said: Said

@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import build_tiny, hf_greedy, repetitive_prompt
-from transformers import (
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    LlavaConfig,
-    Mistral3Config,
-    PreTrainedModel,
-)
+from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig, Mistral3Config, PreTrainedModel
 
 from runtime.core.request import Request
 from runtime.drafters.ngram import NgramLookup

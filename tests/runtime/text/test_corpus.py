@@ -105,13 +105,7 @@ def test_merged_corpus_is_the_corpus_of_all_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("documents", "wrong"),
-    [
-        ([], ""),
-        ([[1], []], "2"),
-        ([[1], [2, 9, 10]], "2; 9"),
-        ([[1], [2, -1]], "2; 9; -1"),
-    ],
+    ("documents", "wrong"), [([], ""), ([[1], []], "2"), ([[1], [2, 9, 10]], "2; 9"), ([[1], [2, -1]], "2; 9; -1")]
 )
 def test_what_cannot_be_in_a_corpus_is_an_error_and_leaves_nothing(
     documents: Documents, wrong: str, tmp_path: Path, said: Said

@@ -4,13 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamacpp_tokens import (
-    Edit,
-    data,
-    write_byte_level,
-    write_gemma_4,
-    write_sentencepiece,
-)
+from llamacpp_tokens import Edit, data, write_byte_level, write_gemma_4, write_sentencepiece
 from sentences import Said
 from tokenizers import pre_tokenizers
 
@@ -119,11 +113,7 @@ def test_special_tokens_of_phi_3_take_the_white_space_after_them(
 REFUSED: list[tuple[str, Edit, str]] = [
     ("smollm9", lambda w: None, "`smollm9`"),
     ("gpt-2", lambda w: w.add_array("tokenizer.ggml.suppress_tokens", [1, 2]), "`tokenizer.ggml.suppress_tokens`"),
-    (
-        "gpt-2",
-        lambda w: w.add_string("tokenizer.ggml.add_bos_token", "yes"),
-        "`tokenizer.ggml.add_bos_token`",
-    ),
+    ("gpt-2", lambda w: w.add_string("tokenizer.ggml.add_bos_token", "yes"), "`tokenizer.ggml.add_bos_token`"),
 ]
 
 
