@@ -65,7 +65,8 @@ def test_weight_means_the_formula(bits: int, extra: str) -> None:
 @pytest.mark.parametrize(
     ("qformat", "group_size"), [("int8", 64), ("int8", 32), ("int4", 32), ("int4", 64), ("fp8", 64)]
 )
-def test_quantized_weights_are_the_nearest(qformat: QuantFormat, group_size: int) -> None:
+def test_scales_are_as_near_as_the_simplest_and_as_clipped_ones(qformat: QuantFormat, group_size: int) -> None:
+    """`test_file_promises.py` has the integers, which are the nearest for these scales."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(24, 64, generator=generator)
     weight[3, :32] = 0  # a group of nothing
@@ -73,11 +74,6 @@ def test_quantized_weights_are_the_nearest(qformat: QuantFormat, group_size: int
     weight[7, 9] = 40.0  # an outlier
     quantized = quantize_weight(weight, QuantConfig(qformat, group_size), group_size)
     meant = quantized.dequantize()
-    steps = quantized.scales.float().abs().repeat_interleave(group_size, 1)
-    largest = steps * (448 if qformat == "fp8" else 127 if qformat == "int8" else 7)
-    if qformat != "fp8":  # whose steps grow with the number
-        within = weight.abs() <= largest
-        assert bool(((meant - weight).abs()[within] <= steps[within] / 2 * 1.001).all())
     assert torch.equal(meant[3, :32], torch.zeros(32))
     plain = weight.view(24, -1, group_size)
     top = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}[qformat]
