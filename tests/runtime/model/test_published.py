@@ -10,8 +10,7 @@ from published import PUBLISHED, RUN, STDS, load_hugging_face, seed_of, shrunk, 
 from sentences import Said
 from tiny import build_tiny, hf_greedy, repetitive_prompt, run_convert
 
-from runtime.checkpoint.bundle import read_engine_config
-from runtime.checkpoint.config import Compiler, QuantConfig
+from runtime.checkpoint.config import QuantConfig
 from runtime.core.request import Request
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine
@@ -35,15 +34,12 @@ def test_each_is_taken_or_refused_in_a_sentence(name: str, tmp_path: Path) -> No
     assert "\n" not in f"{error.value.message}{error.value.hint}"
 
 
-def check_equal(
-    config: dict[str, Any], prompt: list[int], name: str, work_dir: Path, compiler: Compiler = "none"
-) -> None:
+def check_equal(config: dict[str, Any], prompt: list[int], name: str, work_dir: Path) -> None:
     """Greedy tokens of the built engine, with drafts, are Hugging Face's, which quantizes no activations."""
     expected = write_model(config, work_dir / "model", seed_of(name), prompt=prompt, num_new_tokens=NUM_NEW_TOKENS)
     lengths = {"max_input_len": len(prompt), "max_seq_len": len(prompt) + NUM_NEW_TOKENS + 10}
-    build: dict[str, Any] = {"compiler": compiler, "precision": QuantConfig(activations="float"), **lengths}
-    engine_dir = build_tiny(work_dir / "model", work_dir / "built", dtype="float32", **build)
-    assert read_engine_config(engine_dir).build_config.compiler == compiler
+    precision = QuantConfig(activations="float")
+    engine_dir = build_tiny(work_dir / "model", work_dir / "built", dtype="float32", precision=precision, **lengths)
     request = Request(0, tuple(prompt), NUM_NEW_TOKENS)
     with Engine.open(engine_dir) as engine:
         (answer,) = (s.output_tokens for s, _ in generate(engine, [request], NgramLookup(2), 10) if s.finish_reason)
@@ -55,10 +51,10 @@ def limit_of(name: str) -> int:
 
 
 # Those of other forms are in `test_families.py`, `test_registry.py`, and Qwen3-Next's in `test_split_families.py`.
-GREEDY = ("dbrx-instruct", "Step-3.5-Flash")
+GREEDY = "Step-3.5-Flash"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in GREEDY else pytest.mark.slow) for name in RUN])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == GREEDY else pytest.mark.slow) for name in RUN])
 def test_greedy_tokens_are_hugging_faces(name: str, tmp_path: Path) -> None:
     """Past every window, and past the positions that a rope was scaled from; of `longrope` up to them."""
     config = shrunk(PUBLISHED[name].config, limit=limit_of(name))

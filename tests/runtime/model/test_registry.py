@@ -54,8 +54,9 @@ SAMPLE = {
     "afmoe": "",  # experts beside a dense layer, a gate after attention, windows in every other layer
     "deepseek_v3": "",  # keys and values of low rank, heads of two widths, groups of experts
     "gemma3n_text": "",  # layers that share keys and values, inputs per layer
-    "fuyu": "",  # a language model inside, under a name of its own
-    "qwen2_5_vl": "",  # a language model inside that has no class of its own
+    "llava": "",  # a language model inside, of a class of its own
+    "fuyu": "",  # one under a name of its own
+    "qwen2_5_vl": "",  # one that has no class of its own
     "qwen3_vl_moe": "",  # one whose twin has a switch that it has not
     "jamba": "",  # a scan of each number of a state by itself, and layers that hand nothing on to it
     "jetmoe": "",  # linear layers of attention and of its feed-forward layer that a token chooses
@@ -70,7 +71,7 @@ SAMPLE = {
 }
 
 
-ALWAYS = ("qwen2_5_vl", "mllama", "moshi", "unlimited_ocr")  # `test_published.py` has a Gemma 4 E2B
+ALWAYS = ("llava", "qwen2_5_vl", "mllama", "moshi", "unlimited_ocr")
 
 
 @pytest.mark.parametrize(
