@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from shared import record_anew
+from shared import edit_json, record_anew
 from tiny import SLIDING_WINDOW, hf_greedy, make_build, make_model, repetitive_prompt, run_build, run_convert
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -26,7 +26,6 @@ from runtime.builder.build import _TOLERANCE, BuildEffort, build_engine
 from runtime.builder.compare_logits import Computed, _logits_in, compute
 from runtime.builder.reference import Choices
 from runtime.checkpoint.bundle import read_engine_config
-from runtime.checkpoint.checksums import config_digest
 from runtime.checkpoint.config import QuantConfig
 from runtime.checkpoint.tokenizer import SAVED
 from runtime.compiler import capture
@@ -55,13 +54,6 @@ def engine_dir(llama_uncompiled_dir: Path, tmp_path: Path) -> Path:
     """A copy of the uncompiled engine that may be damaged."""
     shutil.copytree(llama_uncompiled_dir, tmp_path / "engine")
     return tmp_path / "engine"
-
-
-def edit_config(engine_dir: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    data = json.loads((engine_dir / "config.json").read_text())
-    edit(data)
-    data["config_digest"] = config_digest(data)
-    (engine_dir / "config.json").write_text(json.dumps(data))
 
 
 @pytest.mark.parametrize("first", [7, None])
@@ -502,7 +494,7 @@ OTHER_ENVIRONMENTS = [
 def test_engine_of_another_environment_is_refused(
     entry: str, built: str, here: str, engine_dir: Path, said: Said
 ) -> None:
-    edit_config(engine_dir, lambda data: data["environment"].update({entry: built}))
+    edit_json(engine_dir / "config.json", **{f"environment__{entry}": built})
     with pytest.raises(SpecDecError) as error:
         Engine.open(engine_dir)
     said(error, f"`{engine_dir}`", entry, built, here, varying=(built, here))
@@ -513,7 +505,7 @@ def test_engine_of_another_environment_is_refused(
 
 def test_engine_for_a_better_processor_is_refused_by_what_this_one_lacks(engine_dir: Path, said: Said) -> None:
     better = [*current_environment(CPU).instructions, "avx1024_fp8"]
-    edit_config(engine_dir, lambda data: data["environment"].update(instructions=better))
+    edit_json(engine_dir / "config.json", environment__instructions=better)
     with pytest.raises(SpecDecError) as error:
         Engine.open(engine_dir)
     said(error, engine_dir, "avx1024_fp8")
@@ -535,7 +527,7 @@ ENGINE_DAMAGES = [
         lambda d: truncate(d / "rank0.safetensors"), "`{dir}/rank0.safetensors` has changed", id="truncated weights"
     ),
     pytest.param(
-        lambda d: edit_config(d, lambda data: data.pop("build_config")),
+        lambda d: edit_json(d / "config.json", build_config=None),
         "this is a checkpoint, not an engine: {dir}",
         id="other",
     ),
@@ -648,12 +640,11 @@ def test_shapes_that_are_not_the_steps_are_an_error(
     """Even where somebody has recorded them: the first step would read and write beyond its memory."""
     engine_dir = shutil.copytree(request.getfixturevalue(source), tmp_path / "engine")
 
-    def change(data: Any) -> None:
-        for key in place[:-1]:
-            data = data[key]
-        data[place[-1]] = value
-
-    edit_config(engine_dir, change)
+    inner = config = json.loads((engine_dir / "config.json").read_text())
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (engine_dir / "config.json").write_text(json.dumps(config))
     record_anew(engine_dir)
     with pytest.raises(SpecDecError) as raised:
         Engine.open(engine_dir)

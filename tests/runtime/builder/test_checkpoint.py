@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentences import Said
+from shared import edit_json
 from tiny import VOCAB_SIZE, make_model, run_convert
 from torch import Tensor
 from transformers import AutoConfig, FalconConfig, PreTrainedConfig, Qwen2MoeConfig, T5Config
@@ -108,11 +109,6 @@ def edit_index(model_dir: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(index))
 
 
-def edit_config(model_dir: Path, **settings: Any) -> None:
-    path = model_dir / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-
-
 def only_pickled(model_dir: Path) -> None:
     for path in model_dir.glob("*.safetensors*"):
         path.unlink()
@@ -123,8 +119,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no directory": (shutil.rmtree, "model directory does not exist: {dir}"),
     "no config": (lambda d: (d / "config.json").unlink(), "file is missing: {dir}/config.json"),
     "empty config": (lambda d: (d / "config.json").write_text("{}"), "`{dir}/config.json` names no `model_type`"),
-    "wrong type": (lambda d: edit_config(d, hidden_size="wide"), "`{dir}/config.json` is not a valid llama config"),
-    "unknown": (lambda d: edit_config(d, model_type="alien"), "transformers does not know this model type: alien"),
+    "wrong type": (
+        lambda d: edit_json(d / "config.json", hidden_size="wide"),
+        "`{dir}/config.json` is not a valid llama config",
+    ),
+    "unknown": (
+        lambda d: edit_json(d / "config.json", model_type="alien"),
+        "transformers does not know this model type: alien",
+    ),
     "no shard": (lambda d: shard(d).unlink(), "file is missing: {shard}"),
     "truncated shard": (lambda d: truncate(shard(d)), "`{shard}` is damaged"),
     "shard of one byte": (lambda d: shard(d).write_bytes(b"\x05"), "`{shard}` is damaged"),
@@ -144,7 +146,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "pickle": (only_pickled, "weights are pickled, which can run code when opened: {dir}/pytorch_model.bin"),
     "quantized": (
-        lambda d: edit_config(d, quantization_config={"quant_method": "gptq", "bits": 4}),
+        lambda d: edit_json(d / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
         "config.json says that weights are quantized (GPTQ), and none are: {dir}",
     ),
 }

@@ -15,6 +15,7 @@ import torch
 from published import PUBLISHED, RUN, STDS, seed_of, shrunk, write_model, write_random
 from safetensors.torch import load_file, save_file
 from sentences import Said
+from shared import edit_json
 from tiny import build_tiny, hf_greedy, make_config, make_model, repetitive_prompt, run_convert
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -45,11 +46,6 @@ def saved(directory: Path, family: str = "llama", **overrides: Any) -> Path:
 def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     tensors = load_file(directory / "model.safetensors")
     save_file(change(tensors), directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def change_config(directory: Path, **values: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def hugging_face(directory: Path) -> list[int]:
@@ -157,7 +153,7 @@ def test_a_model_without_its_head_is_refused_unless_it_is_tied(tmp_path: Path, s
     assert not torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
     error = refusal(model_dir, tmp_path / "out")
     said(error, "`lm_head`", "tie_word_embeddings: true")
-    change_config(model_dir, tie_word_embeddings=True)
+    edit_json(model_dir / "config.json", tie_word_embeddings=True)
     assert answer(model_dir, tmp_path / "built") == hugging_face(model_dir)
 
 
@@ -186,21 +182,14 @@ def test_experts_that_the_config_has_otherwise_are_told(
     family: str, values: dict[str, Any], words: str, tmp_path: Path, said: Said
 ) -> None:
     model_dir = saved(tmp_path / "model", family)
-    path = model_dir / "config.json"
-    config = json.loads(path.read_text())
-    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-    for name in values:
-        config.pop(other.get(name, ""), None)
-    path.write_text(json.dumps(config | values))
+    edit_json(model_dir / "config.json", **values)
     said(refusal(model_dir, tmp_path / "out"), *words.split("; "))
 
 
 def test_a_rope_without_a_type_is_told_of_and_as_for_transformers(tmp_path: Path, said: Said) -> None:
     model_dir = saved(tmp_path / "model")
     expected = hugging_face(model_dir)
-    change_config(model_dir, rope_scaling={"factor": 8.0})
-    path = model_dir / "config.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "rope_parameters"}))
+    edit_json(model_dir / "config.json", rope_scaling={"factor": 8.0}, rope_parameters=None)
     with pytest.warns(SpecDecWarning) as warned:
         assert answer(model_dir, tmp_path / "built") == expected == hugging_face(model_dir)
     said(warned, "`rope_scaling.factor` 8.0", "`default`")
@@ -246,7 +235,7 @@ def test_formats_that_are_not_read_are_refused_by_their_names(kind: str, tmp_pat
         (model_dir / "quanto_qmap.json").write_text('{"model.layers.0.mlp.up_proj": {"weights": "qint8"}}')
     else:
         config = {"group_size": 64, "bits": 4}
-        change_config(model_dir, quantization=config, quantization_config=config)
+        edit_json(model_dir / "config.json", quantization=config, quantization_config=config)
     said(refusal(model_dir, tmp_path / "out"), kind)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sentences import Said
+from shared import edit_json
 from tiny import make_model
 from waiting import ends
 
@@ -20,14 +21,7 @@ from runtime.util.errors import SpecDecError
 def copy_with(model_dir: Path, directory: Path, **changes: Any) -> Path:
     """A copy of a model whose config.json says something else; `a__b` is the key `b` of the object `a`."""
     shutil.copytree(model_dir, directory)
-    config = json.loads((directory / "config.json").read_text())
-    for name, value in changes.items():
-        *outer, key = name.split("__")
-        inner = config
-        for part in outer:
-            inner = inner[part]
-        inner[key] = value
-    (directory / "config.json").write_text(json.dumps(config))
+    edit_json(directory / "config.json", **changes)
     return directory
 
 

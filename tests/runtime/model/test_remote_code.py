@@ -1,14 +1,13 @@
 """A model's directory may bring Python code (`auto_map`). It is never run, whatever is on standard input."""
 
 import io
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from sentences import Said
+from shared import edit_json
 from tiny import run_convert
 
 from runtime.core.params import SamplingParams
@@ -35,16 +34,12 @@ def model_dir(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     directory = tmp_path / "model"
     shutil.copytree(llama_dir, directory)
     (directory / "own.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
-    edit(directory / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
+    edit_json(directory / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
     tokenizer = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
-    edit(directory / "tokenizer_config.json", **tokenizer)
+    edit_json(directory / "tokenizer_config.json", **tokenizer)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     return directory
-
-
-def edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.mark.parametrize("model_type", ["llama", None])
@@ -71,7 +66,7 @@ def test_models_code_is_not_run_where_transformers_has_its_own(model_dir: Path, 
 def test_comparison_with_transformers_runs_no_code(
     model_dir: Path, tmp_path: Path, llama_engine_dir: Path, said: Said
 ) -> None:
-    edit(model_dir / "config.json", model_type="alien")
+    edit_json(model_dir / "config.json", model_type="alien")
     with LLM(llama_engine_dir) as llm:
         question = Question(llm, llm.request_of(SamplingParams()))
         with pytest.raises(SpecDecError) as error:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged import logged
 from sentences import Said
+from shared import edit_json
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
@@ -119,9 +120,7 @@ def test_a_tokenizer_is_read_whatever_the_models_config_says(config: str, names_
     byte_level().save_pretrained(tmp_path)
     expected = AutoTokenizer.from_pretrained(tmp_path)
     if not names_class:
-        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-        del settings["tokenizer_class"]
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        edit_json(tmp_path / "tokenizer_config.json", tokenizer_class=None)
     found = load_tokenizer(tmp_path, {"model_type": "llama", "vocab_size": 512} | CONFIGS[config])
     assert found("the dog")["input_ids"] == expected("the dog")["input_ids"] != []
 

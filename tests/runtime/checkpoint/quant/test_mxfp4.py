@@ -1,6 +1,5 @@
 """Experts in MXFP4 are read as transformers reads them, number by number, and what is damaged is one error."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from published import quantize_experts_to_mxfp4
 from safetensors.torch import load_file, save_file
 from sentences import Said
+from shared import edit_json
 from tiny import hf_greedy, make_model, run_convert
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -39,9 +39,8 @@ def test_every_number_is_transformers() -> None:
 def save_quantized(directory: Path) -> None:
     make_model("gpt-oss", intermediate_size=64).bfloat16().save_pretrained(directory)
     quantize_experts_to_mxfp4(directory)
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (directory / "config.json").write_text(json.dumps(config))
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    edit_json(directory / "config.json", quantization_config=quantization)
 
 
 def test_a_checkpoint_has_the_numbers_in_the_bits_of_the_file(tmp_path: Path) -> None:
