@@ -173,8 +173,12 @@ def test_a_model_that_lacks_a_weight_is_refused_by_its_path(family: str, name: s
 @pytest.mark.parametrize(
     ("family", "values", "words"),
     [
-        ("qwen3-moe", {"num_experts": 0}, "model.layers.0.mlp.down_proj.weight"),
-        ("qwen3-moe", {"num_experts": 4}, "`model.layers.0.mlp.gate.weight` is [8, 32]; [4, 32]"),
+        ("qwen3-moe", {"num_experts": 0, "num_local_experts": None}, "model.layers.0.mlp.down_proj.weight"),
+        (
+            "qwen3-moe",
+            {"num_experts": 4, "num_local_experts": None},
+            "`model.layers.0.mlp.gate.weight` is [8, 32]; [4, 32]",
+        ),
         ("mixtral", {"num_local_experts": 8}, "[4, 96, 32]; [8, 96, 32]; model.layers.0.mlp.experts.gate_up_proj"),
     ],
 )
