@@ -50,7 +50,7 @@ def stream(
 def test_an_output_ends_at_a_stop_word_and_its_pieces_make_the_text(
     make_tokenizer: Callable[[], PreTrainedTokenizerFast], text: str, stop_words: list[str] | None, cuts: list[int]
 ) -> None:
-    """So no piece shows a part of a stop word, which the text does not hold."""
+    """No piece shows a part of a stop word, which the text does not hold."""
     tokenizer = make_tokenizer()
     tokens, stops = tokenizer(text)["input_ids"], StopWords(tuple(stop_words), tokenizer) if stop_words else None
     output, is_stopped = generate(tokens, stops)
