@@ -13,6 +13,7 @@ from tiny import hf_greedy, repetitive_prompt
 from transformers import PreTrainedModel
 from waiting import HANG_S, wait_until
 
+from commands.serve.http.server import errors_logged
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.draft_target import SelfDraft
@@ -200,15 +201,18 @@ class Fails(Always):
 
 
 @pytest.mark.parametrize("error", [ValueError("planted"), SystemExit(3), SpecDecError("planted")])
-def test_a_step_that_fails_ends_who_is_in_it_and_nobody_else(engine: Engine, error: BaseException) -> None:
+def test_a_step_that_fails_ends_who_is_in_it_and_nobody_else(
+    engine: Engine, error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = requests(7)
-    with running(engine, Fails(error)) as loop:
+    with errors_logged(), running(engine, Fails(error)) as loop:
         answers = answered(loop, [ServeRequest(request) for request in asked])
         later = answered(loop, [ServeRequest(Request(70, (5, 6, 7), 5))])
     failed = [answer for answer in answers if answer.progress.error is not None]
     assert 1 <= len(failed) <= 4 and all(isinstance(one.progress.error, StepFailed) for one in failed)
     fine = [answer for answer in answers if answer.progress.error is None]
     assert len(fine) >= 3 and all(answer.progress.finish_reason == "length" for answer in [*fine, *later])
+    assert "ERROR: a step failed\nTraceback" in capsys.readouterr().err
 
 
 def test_what_runs_is_finished_and_nothing_new_is_taken_at_the_end(engine: Engine) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import some
+from heads import copy_with_mtp, some
 from safetensors.torch import load_file, save_file
 from shared import shared_engine
 from test_eagle import DRAFT_LEN, LOOPS, SAMPLED, answer, drafter, expected, make_requests
@@ -524,6 +524,21 @@ def test_a_model_packed_without_its_head(
     with pytest.raises(SpecDecError, match="one projection for its 2 layers is not supported"):
         read_head(tmp_path)
     assert DRAFT_LEN > 1 and not engine._heads
+
+
+def test_a_head_that_is_listed_twice_is_one_head(tmp_path: Path) -> None:
+    """A config says it by two keys, or outside and inside; where an index lies beside one file, the file counts."""
+    make_model("llama").save_pretrained(tmp_path / "model")
+    model = copy_with_mtp(tmp_path / "model", tmp_path / "mtp")
+    config = json.loads((model / "config.json").read_text())
+    for again in ({"num_nextn_predict_layers": 1}, {"text_config": config}):
+        (model / "config.json").write_text(json.dumps(config | again))
+        assert has_mtp_head(model) and read_head(model).num_layers == 1
+    index = json.dumps({"weight_map": {"mtp.fc.weight": "model-00001-of-00001.safetensors"}})
+    for directory, has_head in ((model, True), (tmp_path / "model", False)):
+        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "model.safetensors.index.json").write_text(index)
+        assert has_mtp_head(directory) == has_head
 
 
 def test_head_keeps_its_routers_bias_in_float32(tmp_path: Path) -> None:
