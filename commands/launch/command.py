@@ -138,7 +138,7 @@ def _restore(tool: Tool) -> None:
 
     if tool.file is None:
         raise SpecDecError(
-            f"{tool.title} is told by variables alone: there is no file to put back",
+            f"{tool.title} gets its settings from variables alone: there is no file to put back",
             hint=f"`specdec launch {tool.name}` runs it",
         )
     path = str(tool.file.path()).replace(os.path.expanduser("~"), "~", 1)

@@ -156,7 +156,10 @@ ODD_LIKE_OTHERS = (
 
 @pytest.mark.parametrize("family", families(*ODD_FAMILIES, *ODD_LIKE_OTHERS, slow={*ODD_LIKE_OTHERS}))
 def test_a_step_of_odd_operations_is_transformers(family: str) -> None:
-    check_step(random_model(family, small_config(family), 0.3, 0.3), in_layers)
+    config = small_config(family)
+    if family == "jetmoe":  # whose layers are all alike
+        config.num_hidden_layers = 2
+    check_step(random_model(family, config, 0.3, 0.3), in_layers)
 
 
 @pytest.mark.parametrize(("family", "num_layers"), [("falcon-h1", 1), ("gpt-neo", 2)])

@@ -1,4 +1,4 @@
-"""Packing: worked examples, and slots against the definition block_id x block_size + offset."""
+"""Packing, against its definition: slots are block_id x block_size + offset."""
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tiny import repetitive_prompt
 
 from runtime.core.batch import (
-    Batch,
     Row,
     context_row,
     folded_width,
@@ -26,35 +25,19 @@ from runtime.engine.engine import Engine
 CPU = torch.device("cpu")
 
 
-def as_lists(batch: Batch) -> list[list[object]]:
-    return [tensor.tolist() for tensor in batch.tensors()]
-
-
-def test_example_of_the_docstring() -> None:
-    """Tokens at positions 5, 6 with blocks [7, 2] of 4, beside three tokens at the start of block 9."""
-    rows = [Row([11, 12], 5, [7, 2], 1), Row([21, 22, 23], 0, [9], 2)]
-    assert as_lists(pack(rows, 4, CPU)) == [
-        [[11, 12, 0], [21, 22, 23]],
-        [[5, 6, 0], [0, 1, 2]],
-        [[9, 10, 0], [36, 37, 38]],
-        [[7, 2], [9, 0]],
-        [1, 4, 5],
-    ]
-
-
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=8), st.integers(0, 8000), st.randoms(use_true_random=False))
 def test_folded_rows_have_every_token_once_and_never_more_padding(
     lengths: list[int], context_len: int, random: Random
 ) -> None:
     rows = []
     for length in lengths:
-        start = random.randint(0, context_len)
-        rows.append(Row([random.randrange(99) for _ in range(length)], start, [start], random.randint(1, length)))
+        start, tokens_of_row = random.randint(0, context_len), [random.randrange(99) for _ in range(length)]
+        rows.append(Row(tokens_of_row, start, [start], random.randint(1, length), random.randrange(3)))
     folded = split_long_rows(rows)
 
-    def tokens(of: Seq[Row]) -> list[tuple[int, int, list[int], bool]]:
+    def tokens(of: Seq[Row]) -> list[tuple[object, ...]]:
         return [
-            (token, row.start + i, row.block_table, i >= len(row.tokens) - row.num_logits)
+            (token, row.start + i, row.block_table, row.state_slot, i >= len(row.tokens) - row.num_logits)
             for row in of
             for i, token in enumerate(row.tokens)
         ]
@@ -71,38 +54,20 @@ def test_folding_pays_less_after_a_long_context() -> None:
     assert folded_width(lengths, 0) == 1 < folded_width(lengths, 8192) < folded_width(lengths, 1 << 20) == 11
 
 
-@pytest.mark.parametrize("lengths", [(1, 9, 1), (5, 3, 7), (2, 2, 1)])
-def test_folded_rows_compute_what_each_computes_alone(lengths: tuple[int, ...], llama_engine_dir: Path) -> None:
-    with Engine.open(llama_engine_dir) as engine:
-        rows = [
-            Row(repetitive_prompt(i, length), 0, list(range(1 + 5 * i, 6 + 5 * i)), length)
-            for i, length in enumerate(lengths)
-        ]
-        alone = torch.cat([engine._forward([row]) for row in rows])
-        keys = [pool.clone() for pool in engine._pool.keys]
-        engine._pool.occupy(range(engine._blocks.num_blocks))
-        assert len(split_long_rows(rows)) > len(rows)
-        torch.testing.assert_close(engine._forward(rows), alone, rtol=1e-5, atol=1e-5)
-        for ours, theirs in zip(engine._pool.keys, keys, strict=True):
-            torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-5)
-
-
-def test_blocks_after_a_chunk_are_not_looked_at() -> None:
-    batch = pack([Row([1, 2], 2, [5, 6, 7, 8], 1)], 4, CPU)
-    assert batch.block_tables.tolist() == [[5]]
-
-
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_slots_follow_their_definition(block_size: int) -> None:
+    """And blocks behind the last token are not looked at."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         rows = []
         for _ in range(int(torch.randint(1, 4, (), generator=generator))):
             start, length = torch.randint(0, 20, (2,), generator=generator).tolist()
-            blocks = (torch.randperm(60, generator=generator)[:50] + 1).tolist()
-            rows.append(Row(list(range(length + 1)), start, blocks, 1))
+            num_held = -(-(start + length + 1) // block_size) + int(torch.randint(3, (), generator=generator))
+            blocks = (torch.randperm(60, generator=generator)[:num_held] + 1).tolist()
+            rows.append(Row(list(range(start + 70, start + 71 + length)), start, blocks, 1 + length // 2))
         rows = list(split_long_rows(rows))
         batch = pack(rows, block_size, CPU)
+        num_blocks = max(-(-(row.start + len(row.tokens)) // block_size) for row in rows)
         for b, row in enumerate(rows):
             for i in range(batch.input_ids.shape[1]):
                 position = row.start + i
@@ -110,8 +75,12 @@ def test_slots_follow_their_definition(block_size: int) -> None:
                 slot = row.block_table[position // block_size] * block_size + position % block_size if is_real else 0
                 assert batch.slot_mapping[b, i] == slot
                 assert batch.positions[b, i] == (position if is_real else 0)
+                assert batch.input_ids[b, i] == (position + 70 if is_real else 0)
+            assert batch.block_tables[b].tolist() == [*row.block_table, *[0] * num_blocks][:num_blocks]
         Q = batch.input_ids.shape[1]
-        ends = [b * Q + len(row.tokens) - 1 for b, row in enumerate(rows) if row.num_logits]
+        ends = [
+            b * Q + i for b, row in enumerate(rows) for i in range(len(row.tokens) - row.num_logits, len(row.tokens))
+        ]
         assert batch.logit_indices.tolist() == ends
 
 

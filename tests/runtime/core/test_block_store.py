@@ -3,11 +3,11 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import random
 import sqlite3
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,18 +19,18 @@ from sentences import Said
 from runtime.core.block_store import FILE, BlockStore, Damaged, Unwritable, as_bytes
 from runtime.util.errors import SpecDecError
 
-SIZE = 2
-"""Tokens of a block."""
+SIZE, REPEATS = 2, 100
+"""Tokens of a block, and how often its bytes say what it is."""
 
 
 def data_of(salt: str | None, tokens: tuple[int, ...]) -> bytes:
-    """Bytes that depend on the owner and all tokens, as keys and values do."""
-    return repr((salt, tokens)).encode() * 3
+    """Bytes that depend on the owner and all tokens, as keys and values do; most of the file is of them."""
+    return repr((salt, tokens)).encode() * REPEATS
 
 
-def write(store: BlockStore, salt: str | None, tokens: list[int]) -> None:
+def write(store: BlockStore, salt: str | None, tokens: list[int], engine: str = "engine") -> None:
     """Write a text as an engine does: what is missing, behind what is there."""
-    owner = store.make_owner("engine", salt, "tiny")
+    owner = store.make_owner(engine, salt, "tiny")
     found = store.find(owner, tokens, SIZE)
     known = [record for record in found.records if record.is_whole and record.end % SIZE == 0]
     if found.num_tokens == len(tokens):
@@ -43,14 +43,17 @@ def write(store: BlockStore, salt: str | None, tokens: list[int]) -> None:
     store.write(owner, [record.id for record in known], blocks, known[-1].path if known else owner.path)
 
 
-def longest(store: BlockStore, salt: str | None, tokens: list[int]) -> int:
-    """Number of first tokens that are found, each with what was written for it."""
-    found = store.find(store.owner("engine", salt), tokens, SIZE)
+def longest(store: BlockStore, salt: str | None, tokens: list[int], engine: str = "engine") -> tuple[int, bool]:
+    """Number of first tokens that are found, each with what was written for it; and whether all could be read."""
+    found, are_whole = store.find(store.owner(engine, salt), tokens, SIZE), True
     for record in found.records:
         parts = store.read(record, ["kv"])
-        assert parts is not None
-        assert parts["kv"].startswith(repr((salt, tuple(tokens[: record.end])))[:-2].rstrip(",").encode())
-    return found.num_tokens
+        are_whole &= parts is not None
+        data = (parts or {}).get("kv", b"")
+        said = data[: len(data) // REPEATS]
+        assert said * REPEATS == data
+        assert not parts or said.startswith(repr((salt, tuple(tokens[: record.end])))[:-2].rstrip(",").encode())
+    return found.num_tokens, are_whole
 
 
 def num_common(one: list[int], other: list[int]) -> int:
@@ -60,21 +63,25 @@ def num_common(one: list[int], other: list[int]) -> int:
 texts = st.lists(st.tuples(st.sampled_from([None, "a"]), st.lists(st.integers(0, 1), min_size=1, max_size=7)))
 
 
-@settings(max_examples=60)
-@given(texts, texts)
-def test_what_has_most_first_tokens_in_common_is_found(
-    written: list[tuple[str | None, list[int]]], asked: list[tuple[str | None, list[int]]]
-) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        store, other = BlockStore(Path(directory)), BlockStore(Path(directory))
-        store._db.execute("PRAGMA synchronous=OFF")  # nothing is unplugged here, and it takes no time
+def test_what_has_most_first_tokens_in_common_is_found(tmp_path: Path) -> None:
+    """Each example is of an engine of its own: that of another finds nothing of it."""
+    store, other = BlockStore(tmp_path), BlockStore(tmp_path)
+    store._db.execute("PRAGMA synchronous=OFF")  # nothing is unplugged here, and it takes no time
+    numbers = itertools.count()
+
+    @settings(max_examples=60)
+    @given(texts, texts)
+    def is_found(written: list[tuple[str | None, list[int]]], asked: list[tuple[str | None, list[int]]]) -> None:
+        engine = f"engine {next(numbers)}"
         for salt, tokens in written:
-            write(store, salt, tokens)
+            write(store, salt, tokens, engine)
         for salt, tokens in [*asked, *written]:
             expected = max((num_common(tokens, one) for whose, one in written if whose == salt), default=0)
-            assert longest(other, salt, tokens) == expected
-        store.close()
-        other.close()
+            assert longest(other, salt, tokens, engine) == (expected, True)
+
+    is_found()
+    store.close()
+    other.close()
 
 
 def test_the_oldest_goes_first_and_the_size_is_kept(tmp_path: Path) -> None:
@@ -125,14 +132,11 @@ def test_a_damaged_file_gives_out_what_was_written_or_nothing(tmp_path: Path) ->
             assert damaged.num_bytes >= 0 and damaged.max_bytes > 0
         for tokens in kept:
             try:
-                found = damaged.find(damaged.owner("engine", None), tokens, SIZE)
-                for record in found.records:
-                    parts = damaged.read(record, ["kv"])
-                    assert parts is None or parts["kv"].startswith(data_of(None, tuple(tokens[: record.end]))[:-2][:8])
+                longest(damaged, None, tokens)
             except (Damaged, Unwritable):
                 damaged.renew()
                 write(damaged, None, tokens)
-                assert longest(damaged, None, tokens) == len(tokens)
+                assert longest(damaged, None, tokens) == (len(tokens), True)
         damaged.close()
 
 

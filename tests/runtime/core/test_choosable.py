@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_sampling import DRAFTERS, NUM_NEW_TOKENS, PROMPTS, engine_dirs, finish, make_drafter, target, texts
 from tiny import VOCAB_SIZE
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
 
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, Request, Sequence
@@ -65,21 +63,6 @@ def test_a_choice_is_the_best_of_what_is_left(
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"top_k": 0, "temperature": 0.8}])
-def test_least_tokens_are_hugging_faces(sampling: dict[str, Any]) -> None:
-    ends, prompt = [2, 5], (7, 8, 9)
-    sampler = Sampler(SamplingConfig(min_tokens=3, **sampling), prompt, 0, None, ends)
-    theirs = MinNewTokensLengthLogitsProcessor(len(prompt), 3, ends)
-    text = list(prompt)
-    for i in range(6):
-        logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(i))
-        expected = theirs(torch.tensor([text]), logits[None])[0]
-        expected = expected.argmax() if not sampling else torch.softmax(expected.double() / 0.8, 0)
-        probs = sampler.probs(text, logits)
-        assert int(probs.argmax()) == int(expected) if not sampling else torch.allclose(probs, expected, atol=1e-9)
-        text.append(11)
-
-
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_change_no_output(drafter: str, engine_dirs: dict[str, Path], target: PreTrainedModel) -> None:
     """Greedy as Hugging Face's `min_new_tokens`; sampled as without a drafter. Without the rule outputs end before."""
@@ -119,20 +102,3 @@ def test_a_draft_of_tokens_that_may_not_be_chosen_is_rejected() -> None:
             verdict = verify(sequence, draft, logits)
             assert verdict.num_accepted <= most
             assert verdict.next_token in ((3, 4, 5) if verdict.num_accepted == 2 else (3, 4))
-
-
-def test_probabilities_are_of_what_is_left() -> None:
-    """Drafts that are verified by probabilities follow the target's distribution over the tokens left."""
-    config = SamplingConfig(top_k=0, allowed_token_ids=(3, 4))
-    logits = torch.zeros(2, VOCAB_SIZE)
-    logits[:, 3] = 1.0
-    draft_probs = torch.zeros(1, VOCAB_SIZE, dtype=torch.float64)
-    draft_probs[0, [3, 4, 9]] = torch.tensor([0.1, 0.4, 0.5], dtype=torch.float64)
-    counts = np.zeros(VOCAB_SIZE)
-    for seed in range(2000):
-        request = Request(0, (7,), 9, sampling=SamplingConfig(**vars(config) | {"random_seed": seed}))
-        drawn = int(np.random.default_rng(seed).choice([3, 4, 9], p=[0.1, 0.4, 0.5]))
-        verdict = verify(Sequence.start(request), Draft([drawn], draft_probs), logits)
-        counts[drawn if verdict.num_accepted else verdict.next_token] += 1
-    assert counts[[3, 4]].sum() == 2000
-    assert counts[3] / 2000 == pytest.approx(np.e / (np.e + 1), abs=0.04)

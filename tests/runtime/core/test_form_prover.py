@@ -18,6 +18,7 @@ from waiting import wait_until
 from runtime.core.form_prover import FormProver, FormRefused, FormsBusy
 from runtime.core.grammar import Grammars, Matcher
 from runtime.core.params import Grammar
+from runtime.util import processes
 from runtime.util.errors import SpecDecError, UsageError
 
 END_IDS = frozenset({2})
@@ -47,12 +48,17 @@ HARMLESS = [
 ]
 
 
-@pytest.fixture
-def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
-    monkeypatch.setattr("runtime.core.form_prover.MOST_S", 0.2)
-    made = Grammars(byte_tokenizers.byte_level(), 300, END_IDS, proves=True)
-    yield made
-    made.close()
+def opened() -> Iterator[Grammars]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.core.form_prover.MOST_S", 0.2)
+        made = Grammars(byte_tokenizers.byte_level(), 300, END_IDS, proves=True)
+        yield made
+        made.close()
+
+
+grammars = pytest.fixture(opened)
+grammars_of_all = pytest.fixture(opened, scope="module", name="grammars_of_all")
+"""With one process for all forms that are hostile and all that are not."""
 
 
 def process_of(grammars: Grammars) -> psutil.Process | None:
@@ -62,12 +68,12 @@ def process_of(grammars: Grammars) -> psutil.Process | None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_form_is_refused_and_the_next_one_is_compiled(grammars: Grammars, name: str) -> None:
+def test_a_hostile_form_is_refused_and_the_next_one_is_compiled(grammars_of_all: Grammars, name: str) -> None:
     too_deep = name in ("a chain of references", "a chain of rules", "deep brackets")
     said = "is nested too deeply" if too_deep else "never ends, or takes more than"
     with pytest.raises(UsageError, match=f"cannot be used: it {said}"):
-        grammars.compiled(HOSTILE[name])
-    assert grammars.compiled(HARMLESS[0]).start().is_accepting() is False
+        grammars_of_all.compiled(HOSTILE[name])
+    assert grammars_of_all.compiled(Grammar("regex", name)).start().is_accepting() is False
 
 
 def test_a_form_that_was_refused_is_refused_again_without_a_process(grammars: Grammars) -> None:
@@ -80,10 +86,10 @@ def test_a_form_that_was_refused_is_refused_again_without_a_process(grammars: Gr
 
 
 @pytest.mark.parametrize("grammar", HARMLESS, ids=lambda grammar: grammar.kind)
-def test_a_form_that_was_proven_allows_the_same(grammars: Grammars, grammar: Grammar) -> None:
+def test_a_form_that_was_proven_allows_the_same(grammars_of_all: Grammars, grammar: Grammar) -> None:
     """The same tokens as one that was compiled here alone."""
     alone = Grammars(byte_tokenizers.byte_level(), 300, END_IDS).compiled(grammar)
-    proven, expected = (Matcher(one, 1, END_IDS) for one in (grammars.compiled(grammar), alone))
+    proven, expected = (Matcher(one, 1, END_IDS) for one in (grammars_of_all.compiled(grammar), alone))
     tokens, num_positions = [1], 0
     while (mask := expected.allowed(tokens, [])[0]) is not None and num_positions < 8:
         (found,) = proven.allowed(tokens, [])
@@ -105,7 +111,7 @@ def test_a_process_that_was_killed_is_begun_again(grammars: Grammars) -> None:
 
 
 ASKER = """
-import json, os, sys, time, byte_tokenizers
+import sys, byte_tokenizers
 from runtime.core.form_prover import FormProver
 prover = FormProver(byte_tokenizers.byte_level().backend_tokenizer.to_str(), 300, [2])
 prover.prove("regex", "a")
@@ -115,9 +121,10 @@ sys.stdin.read()
 
 
 def test_the_process_ends_with_an_asker_that_is_killed() -> None:
+    """The asker is a fork where there are some, which begins sooner."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        [sys.executable, "-c", ASKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [processes._PYTHON, "-c", ASKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as asker:
         assert asker.stdout is not None
         pid = int(asker.stdout.readline())

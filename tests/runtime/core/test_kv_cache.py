@@ -189,7 +189,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize(
-    "hundred", [*range(4), *(pytest.param(hundred, marks=pytest.mark.slow) for hundred in range(4, 10))]
+    "hundred", [*range(2), *(pytest.param(hundred, marks=pytest.mark.slow) for hundred in range(2, 10))]
 )
 def test_what_is_claimed_as_computed_is_held(hundred: int) -> None:
     counts: Counter[str] = Counter()
@@ -258,14 +258,6 @@ def test_an_admission_looks_at_few_of_many_texts(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kv_cache, "num_common", lambda a, b: looked_at.append(a) or num_common(a, b))
     assert num_found(pool, [123, 1, 9]) == 2
     assert len(looked_at) <= 2
-
-
-@given(num_blocks=st.integers(2, 9), block_size=st.integers(1, 5))
-def test_empty_cache_takes_as_many_tokens_as_it_says(num_blocks: int, block_size: int) -> None:
-    manager = BlockManager(num_blocks, block_size, reuse=True)
-    most = manager.num_cache_tokens
-    assert manager.admit(start([1] * (most + 1)), most + 1) is None
-    assert manager.admit(start([1] * most), most) == [] and manager.num_free_blocks == 0
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,13 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from runtime.core.params import SamplingConfig
-from runtime.core.request import Draft, Request, Sequence
+from runtime.core.request import Request, Sequence
 from runtime.core.sampling import Positions, Sampler, choose_all, draw
 from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine, KVCacheConfig
+from runtime.loop.lossless.chi_squared import p_value_of
 from runtime.loop.orchestrator import generate
 from runtime.util.errors import SpecDecError, UsageError
 
@@ -89,13 +90,9 @@ def target() -> PreTrainedModel:
 
 # -- The distribution --
 
+# Each by itself is compared with transformers' in `test_sampling_kernels.py` and `test_sampling_promises.py`.
 LAWS = [
-    *({"top_k": 0}, {"top_k": 0, "temperature": 0.3}, {"top_k": 0, "temperature": 2.5}),
-    *({"top_k": 5}, {"top_k": VOCAB_SIZE}, {"top_k": 0, "top_p": 0.7}, {"top_k": 0, "top_p": 1.0}),
-    *({"top_k": 0, "min_p": 0.2}, {"top_k": 0, "repetition_penalty": 1.7}, {"top_k": 0, "repetition_penalty": 0.6}),
-    *({"top_k": 0, "presence_penalty": 1.5}, {"top_k": 0, "presence_penalty": -0.5}),
-    *({"top_k": 0, "frequency_penalty": 0.4}, {"top_k": 0, "frequency_penalty": -0.4}),
-    *({"top_k": 0, "no_repeat_ngram_size": 2}, {"top_k": 0, "bad_words": ((5,), (7, 8), (29,), (23, 4))}),
+    {"top_k": 0, "repetition_penalty": 0.6, "presence_penalty": 1.5, "frequency_penalty": -0.4},
     {"top_k": 9, "temperature": 1.6, "top_p": 0.9, "min_p": 0.02},
     {
         "top_k": 12,
@@ -175,16 +172,9 @@ def test_nothing_to_draw_from_is_an_error(weights: list[float], said: Said) -> N
     said(raised)
 
 
-def p_value(counts: Tensor) -> float:
-    """p-value of the chi-squared statistic that all cells are equally likely."""
-    expected = counts.sum() / counts.numel()
-    statistic = ((counts - expected) ** 2 / expected).sum().double()
-    return float(torch.special.gammaincc(torch.tensor((counts.numel() - 1) / 2, dtype=torch.float64), statistic / 2))
-
-
 def uniform_pairs(what: str) -> Iterator[tuple[float, float]]:
     """Numbers that one request, or requests that differ by one thing, take side by side."""
-    for seed in range(draws(100, 50)):
+    for seed in range(draws(100, 25)):
         sampler = Sampler(SamplingConfig(random_seed=seed), (5, 6))
         other = {
             "seed": Sampler(SamplingConfig(random_seed=seed + 1000), (5, 6)),
@@ -202,22 +192,13 @@ def uniform_pairs(what: str) -> Iterator[tuple[float, float]]:
 
 @pytest.mark.parametrize("what", ["position", "purpose", "seed", "return_index", "prompt"])
 def test_numbers_are_uniform_and_independent(what: str) -> None:
-    """20,000 pairs in 8 x 8 cells, or 10,000."""
+    """20,000 pairs in 8 x 8 cells, or 5,000."""
     counts = torch.zeros(8, 8)
     for a, b in uniform_pairs(what):
         assert 0 <= a < 1 and 0 <= b < 1
         counts[int(8 * a), int(8 * b)] += 1
-    assert p_value(counts) > 1e-3
-
-
-def test_noise_is_gumbels() -> None:
-    """30,000 numbers against the distribution function exp(-exp(-x)), by Kolmogorov and Smirnov."""
-    samplers = (Sampler(SamplingConfig(top_k=0, random_seed=seed), (5,)) for seed in range(30))
-    noise = torch.cat([sampler.ranking([5], torch.zeros(1000)) for sampler in samplers]).sort().values
-    steps = torch.arange(len(noise) + 1) / len(noise)
-    expected = torch.exp(-torch.exp(-noise))
-    distance = torch.maximum(expected - steps[:-1], steps[1:] - expected).max()
-    assert distance < 1.95 / len(noise) ** 0.5  # exceeded by one of 1,000 such samples
+    expected = counts.sum() / 64
+    assert p_value_of(float(((counts - expected) ** 2 / expected).sum()), 63) > 1e-3
 
 
 # -- The same text however it is run --
@@ -245,9 +226,9 @@ def engine_dirs(target: PreTrainedModel, make_engine_dir: Any) -> dict[str, Path
     }
 
 
-def make_drafter(name: str, dirs: dict[str, Path], *, use_logits: bool = False) -> Drafter | None:
+def make_drafter(name: str, dirs: dict[str, Path]) -> Drafter | None:
     if name == "draft model":
-        return DraftModel(Engine.open(dirs["similar"]), VOCAB_SIZE, use_logits=use_logits)
+        return DraftModel(Engine.open(dirs["similar"]), VOCAB_SIZE, use_logits=False)
     return NgramLookup(2) if name == "ngram" else None
 
 
@@ -307,17 +288,14 @@ def test_same_seed_gives_the_same_text(
 
 PENALTIES = [
     {"repetition_penalty": 1.4},
-    {"repetition_penalty": 0.8},
     {"no_repeat_ngram_size": 3},
-    {"presence_penalty": 0.8},
     {"frequency_penalty": 0.2},
-    {"bad_words": ((5,), (12, 8), (29,), (4, 23))},
     {"repetition_penalty": 1.1, "no_repeat_ngram_size": 4, "bad_words": ((6,), (11, 11))},
 ]
 
 
 @pytest.mark.parametrize(
-    ("drafter", "penalty"), [("ngram", PENALTIES[-1]), *(("draft model", one) for one in PENALTIES[::2])], ids=str
+    ("drafter", "penalty"), [("ngram", PENALTIES[-1]), *(("draft model", one) for one in PENALTIES)], ids=str
 )
 def test_penalties_see_the_exact_prefix_of_every_draft_token(
     drafter: str, penalty: dict[str, Any], engine_dirs: dict[str, Path], target: PreTrainedModel
@@ -373,55 +351,3 @@ def test_what_the_vocabulary_does_not_have_is_an_error(
         next(generate(engine, [request], None, 0))
     said(raised, *message.split("; "))
     assert engine.step_time_s == 0
-
-
-@pytest.mark.parametrize(
-    ("drafter", "sampling"), [("none", {}), ("ngram", {"top_k": 0}), ("draft model", {"top_k": 4, "top_p": 0.9})]
-)
-def test_everything_banned_is_an_error(
-    drafter: str, sampling: dict[str, Any], engine_dirs: dict[str, Path], said: Said
-) -> None:
-    """The engine can be used afterwards."""
-    engine = Engine.open(engine_dirs["target"])
-    everything = SamplingConfig(**sampling, bad_words=tuple((token,) for token in range(VOCAB_SIZE)))
-    requests = [Request(0, PROMPTS[0], 5), Request(1, PROMPTS[1], 5, sampling=everything)]
-    with pytest.raises(SpecDecError) as error:
-        list(generate(engine, requests, make_drafter(drafter, engine_dirs), 3))
-    said(error)
-    assert error.value.hint
-    engine._blocks.check_integrity()
-    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
-    assert len(finish(engine, requests[:1], None, 0)[0].output_tokens) == 5
-
-
-class Constant:
-    """Drafts the same tokens for everybody."""
-
-    def __init__(self, *tokens: int) -> None:
-        self.tokens = list(tokens)
-
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        return [Draft(self.tokens)] * len(sequences)
-
-    def forget(self, request_id: int) -> None: ...
-
-
-@pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_k": 0}], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("by", ["draft model by tokens", "draft model by probabilities", "constant"])
-def test_running_out_of_tokens_beyond_the_end_is_no_error(
-    by: str, sampling: dict[str, Any], engine_dirs: dict[str, Path]
-) -> None:
-    """Every token but 3 is in the prompt and may not be repeated; a stop word ends the text at the first of them."""
-    prompt, params = tuple(range(3, VOCAB_SIZE)), SamplingConfig(**sampling, no_repeat_ngram_size=1)
-    (plain,) = texts(finish(Engine.open(engine_dirs["target"]), [Request(0, prompt, 3, sampling=params)], None, 0))
-    assert sorted(plain) == [0, 1, 2]
-    drafters = {
-        "draft model by tokens": make_drafter("draft model", engine_dirs),
-        "draft model by probabilities": make_drafter("draft model", engine_dirs, use_logits=True),
-        "constant": Constant(*plain),
-    }
-    request = Request(0, prompt, 10, stop_check=lambda tokens, num_prompt: len(tokens) > num_prompt, sampling=params)
-    (sequence,) = finish(Engine.open(engine_dirs["target"]), [request], drafters[by], 5)
-    assert (len(sequence.output_tokens), sequence.finish_reason) == (1, "stop")
-    if by != "draft model by probabilities" or params.is_greedy:
-        assert sequence.output_tokens == plain[:1]

@@ -7,30 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from sentences import Said
 from torch import Tensor
 
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, Request, Sequence, VerifyResult
 from runtime.core.sampling import NoValidToken
-from runtime.core.verify import verify, verify_tokens
+from runtime.core.verify import verify
 
 PROMPT = (1, 2, 3)
 NUM_SEEDS = 200
-
-
-@given(
-    distribution=st.lists(st.integers(0, 2), min_size=8, max_size=8),
-    draft=st.lists(st.integers(0, 2), max_size=7),
-)
-def test_output_is_what_the_target_alone_would_say(distribution: list[int], draft: list[int]) -> None:
-    """A target that says distribution[i] at position i, whatever came before: it is followed, one token at least."""
-    verdict = verify_tokens(draft, distribution[: len(draft) + 1])
-    output = [*draft[: verdict.num_accepted], verdict.next_token]
-    assert output == distribution[: len(output)]
-    assert len(output) == len(draft) + 1 or draft[len(output) - 1] != distribution[len(output) - 1]
 
 
 def start(*generated: int, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> Sequence:
@@ -106,17 +92,17 @@ def test_where_rounding_leaves_no_residual_the_targets_distribution_is_drawn_fro
 
 @pytest.mark.parametrize("probs", [None, distribution([0.5, 0.5])], ids=["by tokens", "by probabilities"])
 @pytest.mark.parametrize(
-    ("sampling", "bad_row", "message"),
+    ("sampling", "bad_row"),
     [
-        pytest.param({"no_repeat_ngram_size": 2}, [0.5, 0.5], "", id="all banned"),
-        pytest.param({}, [torch.nan, 0.5], "", id="NaN"),
-        pytest.param({}, [0.5, torch.inf], "", id="infinite"),
-        pytest.param({}, [0, 0], "", id="nothing but -inf"),
-        pytest.param({"top_k": 1}, [0.5, torch.inf], "", id="greedy infinite"),
+        pytest.param({"no_repeat_ngram_size": 2}, [0.5, 0.5], id="all banned"),
+        pytest.param({}, [torch.nan, 0.5], id="NaN"),
+        pytest.param({}, [0.5, torch.inf], id="infinite"),
+        pytest.param({}, [0, 0], id="nothing but -inf"),
+        pytest.param({"top_k": 1}, [0.5, torch.inf], id="greedy infinite"),
     ],
 )
 def test_position_with_no_token_left_is_an_error(
-    sampling: dict[str, Any], bad_row: list[float], message: str, probs: Tensor | None, said: Said
+    sampling: dict[str, Any], bad_row: list[float], probs: Tensor | None, said: Said
 ) -> None:
     """After 0 0 1 0 both 0 and 1 would repeat a pair; after a 1 only 0 would, so a step could go on from there."""
     for token in (0, 1):
@@ -124,7 +110,7 @@ def test_position_with_no_token_left_is_an_error(
             sequence = start(prompt=(0, 0, 1, 0), random_seed=seed, **sampling)
             with pytest.raises(NoValidToken) as error:
                 verify(sequence, Draft([token], probs), log(bad_row, [0.5, 0.5]))
-            said(error, "4", *message.split("; "))
+            said(error, "4")
 
 
 @pytest.mark.parametrize("probs", [None, distribution([0, 1, 0], [0, 0, 1])], ids=["by tokens", "by probabilities"])

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from sentences import Said
-from tiny import eager_logits, forward, make_model, repetitive_prompt
+from tiny import eager_logits, forward, hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 from waiting import HANG_S
@@ -29,13 +29,6 @@ from runtime.util.errors import SpecDecError, UsageError
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 DRAFT_LEN = 6
 A = list(range(3, 16))
-
-
-@pytest.fixture(params=["none", "aot"])
-def llama_engine(request: pytest.FixtureRequest) -> Engine:
-    """The engine of fixture `llama`, blocks of 4, as it is and compiled."""
-    name = {"none": "llama_engine_dir", "aot": "llama_engine_dir"}[request.param]
-    return Engine.open(request.getfixturevalue(name))
 
 
 def start(tokens: list[int], request_id: int = 0) -> Sequence:
@@ -112,32 +105,33 @@ def test_other_threads_run_while_a_long_prompt_is_computed(
 
 
 @pytest.mark.parametrize(
-    ("num_shared", "num_reused"),
+    "num_shared",
     [
-        pytest.param(8, 8, id="two full blocks"),
-        pytest.param(10, 10, id="two full blocks and half of the third"),
-        pytest.param(13, 13, id="three full blocks and the tail"),
-        pytest.param(3, 3, id="a part of the first block"),
+        pytest.param(8, id="two full blocks"),
+        pytest.param(10, id="two full blocks and half of the third"),
+        pytest.param(13, id="three full blocks and the tail"),
+        pytest.param(3, id="a part of the first block"),
     ],
 )
 @pytest.mark.parametrize("is_held", [False, True], ids=["released", "held"])
 def test_logits_after_block_reuse_equal_hf(
-    num_shared: int, num_reused: int, is_held: bool, llama_engine: Engine, llama: PreTrainedModel
+    num_shared: int, is_held: bool, llama_engine_dir: Path, llama: PreTrainedModel
 ) -> None:
-    compute_and_release(llama_engine, A)
+    engine = Engine.open(llama_engine_dir)
+    compute_and_release(engine, A)
     holder = start([*A, 9])  # while it runs, A's blocks may be copied but not overwritten
     if is_held:
-        assert llama_engine.admit(holder)
+        assert engine.admit(holder)
     tokens = [*A[:num_shared], 28, 29, 30, 31, 28]
     sequence = start(tokens)
-    assert llama_engine.admit(sequence)
+    assert engine.admit(sequence)
     # What the holder took over is its own: of the tail block nothing is found while it runs.
-    assert sequence.num_computed == (min(num_reused, 12) if is_held else num_reused)
+    assert sequence.num_computed == (min(num_shared, 12) if is_held else num_shared)
     draft = [5, 6, 7]
-    (logits,) = logits_of(llama_engine, [sequence], [draft])
+    (logits,) = logits_of(engine, [sequence], [draft])
     assert_equals_hf(llama, logits, tokens, draft)
     if is_held:
-        (logits,) = logits_of(llama_engine, [holder], [[8]])
+        (logits,) = logits_of(engine, [holder], [[8]])
         assert_equals_hf(llama, logits, holder.tokens, [8])
 
 
@@ -155,13 +149,6 @@ def test_logits_of_a_prompt_computed_in_chunks_equal_hf(make_engine: Any) -> Non
         assert_equals_hf(model, logits, sequence.tokens, draft)
 
 
-def greedy_continuation(model: PreTrainedModel, tokens: list[int], length: int) -> list[int]:
-    output = list(tokens)
-    for _ in range(length):
-        output.append(int(eager_logits(model, output)[-1].argmax()))
-    return output[len(tokens) :]
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("num_rejected", range(DRAFT_LEN + 1))
 @pytest.mark.parametrize("is_released", [False, True], ids=["kept", "released"])
@@ -171,7 +158,7 @@ def test_rejected_draft_leaves_no_trace(
     """Blocks of 4 and prompts of 5 to 8 tokens: the rejected part begins and ends at every offset of a block."""
     for prompt_len in (5, 6, 7, 8):
         prompt = repetitive_prompt(prompt_len, prompt_len, llama.config.vocab_size)
-        right = greedy_continuation(llama, prompt, DRAFT_LEN)
+        right = hf_greedy(llama, prompt, DRAFT_LEN)
         num_accepted = DRAFT_LEN - num_rejected
         draft = Draft(right[:num_accepted] + [(token + 1) % llama.config.vocab_size for token in right[num_accepted:]])
 

@@ -1,6 +1,8 @@
 """Engines of models whose layers have states: one text and the same bits, however it is computed."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -10,13 +12,16 @@ from tiny import eager_logits, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime.checkpoint.bundle import read_engine_config
+from runtime.checkpoint.config import BuildConfig
 from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
 from runtime.core.request import Request, Sequence
+from runtime.core.states import num_rolled_back
 from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
 from runtime.util.errors import RequestError, SpecDecError, UsageError
+from scripts.campaigns.oracle import CheckedEngine, ExactModel, Failure, Interrupted, one_by_one
 
 PROMPTS = [repetitive_prompt(seed, length) for seed, length in ((0, 90), (1, 34), (2, 5), (3, 60), (0, 80), (0, 70))]
 NUM_NEW_TOKENS = 24
@@ -31,13 +36,11 @@ DRAFTERS: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        *("lfm2", "qwen3.5"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-    ],
-)
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3.5", *slow(*SLOW)])
 def of_each_kind(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make_model(request.param)
 
@@ -59,7 +62,7 @@ def answers(engine: Engine, loop: str, drafter: Any) -> list[Sequence]:
 @pytest.mark.parametrize(
     "of_each_kind",
     # `test_mtp.py` compiles a Qwen3.5, and compares its drafts and tokens.
-    ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3.5", *SLOW))],
+    ["lfm2", *slow("qwen3.5", *SLOW)],
     indirect=True,
 )
 def test_bits_are_the_same_whatever_drafts_are_beside_and_fits(of_each_kind: PreTrainedModel, make_engine: Any) -> None:
@@ -102,65 +105,83 @@ def test_prompts_are_scored_as_by_transformers(of_each_kind: PreTrainedModel, ma
         assert len(done) == 2 * len(PROMPTS)
 
 
-def test_a_draft_model_with_states_goes_back_by_its_targets_drafts(model: PreTrainedModel, make_engine: Any) -> None:
-    """Its own engine was built for no drafts, and its slots would hold fewer positions than are taken back."""
-    target, own = make_engine(make_model("llama")), make_engine(model, max_draft_len=0)
-    prompts = PROMPTS[:3]
-    expected = [hf_greedy(make_model("llama"), prompt, NUM_NEW_TOKENS) for prompt in prompts]
-    requests = [Request(i, tuple(prompt), NUM_NEW_TOKENS) for i, prompt in enumerate(prompts)]
-    drafter = DraftModel(own, target.config.vocab_size, use_logits=False)
-    done = {s.request.id: s for s, _ in scheduler.generate(target, requests, drafter, 10) if s.is_over}
-    assert [done[i].output_tokens for i in range(len(prompts))] == expected
+MODEL = ExactModel(1, 32, num_before=2, is_recurrent=True)
+"""Its engine opens within a millisecond, and its slots are what the tokens say, or its logits are others."""
 
 
-def test_a_step_that_fails_leaves_no_state_of_other_tokens(model: PreTrainedModel, make_engine_dir: Any) -> None:
-    """The second piece of a prompt has been written when Ctrl-C interrupts it; the first one is published."""
-    prompt = repetitive_prompt(7, 90)
-    engine = Engine.open(make_engine_dir(model), max_num_tokens=45)
-    assert engine._step is not None
-    step, num_steps = engine._step, 0
-
-    def interrupted(*inputs: Any) -> torch.Tensor:
-        nonlocal num_steps
-        logits, num_steps = step(*inputs), num_steps + 1
-        if num_steps == 2:
-            raise KeyboardInterrupt
-        return logits
-
-    engine._step = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        list(scheduler.generate(engine, [Request(0, tuple(prompt), 5)]))
-    request = Request(1, tuple(prompt), 1, keep_logits=True)
-    (answer,) = [s for s, _ in scheduler.generate(engine, [request]) if s.is_over]
-    torch.testing.assert_close(answer.logits[0], eager_logits(model, prompt)[-1], rtol=1e-4, atol=1e-4)
+def exact_engine(interval: int = 8192, max_batch_size: int = 4, max_num_tokens: int = 512) -> CheckedEngine:
+    build = BuildConfig("none", max_batch_size, 110, 160, 10, 4, "draft_tokens_external")
+    return CheckedEngine(MODEL, build, KVCacheConfig(state_checkpoint_interval=interval), max_num_tokens)
 
 
-def test_a_state_that_is_asked_for_again_and_again_stays(model: PreTrainedModel, make_engine: Any) -> None:
+def num_reused(engine: CheckedEngine, prompt: list[int], num_new_tokens: int = 2) -> int:
+    """Number of tokens of the prompt that were found, of an answer that is the model's own."""
+    request = Request(0, tuple(prompt), num_new_tokens)
+    *_, (answer, _) = scheduler.generate(engine, [request])
+    assert answer.output_tokens == one_by_one(MODEL, request)
+    return answer.stats.num_reused_tokens
+
+
+def test_a_state_that_is_asked_for_again_and_again_stays() -> None:
     """Beside others that nobody asks for again: the state that was used longest ago goes first. The prompts differ in
     their last 35 tokens, more than a kept state can go back by.
     """
-    engine, shared = make_engine(model, max_batch_size=1), repetitive_prompt(6, 61)
-    reused = []
+    engine, shared, reused = exact_engine(max_batch_size=1), repetitive_prompt(6, 61), []
     for own in range(3, 12):
-        for prompt in ([*shared, *repetitive_prompt(own, 35)], repetitive_prompt(100 + own, 40)):
-            request = Request(own, tuple(prompt), 2)
-            (answer,) = [s for s, _ in scheduler.generate(engine, [request]) if s.is_over]
-            if prompt[:61] == shared:
-                reused.append(answer.stats.num_reused_tokens)
+        reused.append(num_reused(engine, [*shared, *repetitive_prompt(own, 35)]))
+        num_reused(engine, repetitive_prompt(100 + own, 40))
     assert min(reused[3:]) == len(shared)
 
 
-def test_a_common_beginning_is_computed_twice_and_then_found(model: PreTrainedModel, make_engine_dir: Any) -> None:
+def test_a_common_beginning_is_computed_twice_and_then_found() -> None:
     """A state is kept for others once a second request begins so; the first's slot has gone too far by then."""
-    shared = repetitive_prompt(6, 61)
-    engine = Engine.open(make_engine_dir(model), max_num_tokens=7)
-    reused = []
-    for own in ([4, 5, 6], [7, 8], [9, 10, 11], [12]):
-        prompt = [*shared, *own]
-        (answer,) = [s for s, _ in scheduler.generate(engine, [Request(own[0], tuple(prompt), 40)]) if s.is_over]
-        assert answer.output_tokens == hf_greedy(model, prompt, 40)
-        reused.append(answer.stats.num_reused_tokens)
+    engine, shared = exact_engine(max_num_tokens=7), repetitive_prompt(6, 61)
+    reused = [num_reused(engine, [*shared, *own], 40) for own in ([4, 5, 6], [7, 8], [9, 10, 11], [12])]
     assert reused == [0, 0, len(shared), len(shared)]
+
+
+def test_a_draft_model_with_states_goes_back_by_its_targets_drafts() -> None:
+    """Its own engine was built for no drafts, so that its slots hold fewer positions than are taken back. It looks in
+    every step whether they are of the sequence's tokens.
+    """
+    build = BuildConfig("none", 4, 110, 200, 40, 4, "draft_tokens_external")
+    own_build = replace(build, max_draft_len=0, speculative_decoding_mode="none")
+    target, own = (
+        CheckedEngine(model, one, KVCacheConfig(), 512)
+        for model, one in ((ExactModel(2, 32), build), (MODEL, own_build))
+    )
+    request = Request(0, tuple(PROMPTS[1]), 60)
+    steps = scheduler.generate(target, [request], DraftModel(own, 32, use_logits=False), 40)
+    *_, (sequence, _) = islice(steps, 6)
+    assert sequence.output_tokens == one_by_one(target.model, request)[: sequence.num_generated]
+    drafts = zip(sequence.stats.per_step_drafted, sequence.stats.per_step_accepted, strict=True)
+    assert max(num_drafted - num_accepted for num_drafted, num_accepted in drafts) > num_rolled_back(0)
+
+
+@pytest.mark.parametrize("call", ["model", "state copy"])
+def test_a_call_that_is_interrupted_leaves_no_state_of_other_tokens(call: str) -> None:
+    """Ctrl-C comes when the second piece of a prompt is written, of which the first is published; or between two layers
+    of the state that the next turn begins with.
+    """
+    engine, prompt = exact_engine(max_num_tokens=45), repetitive_prompt(7, 90)
+    if call == "state copy":
+        num_reused(engine, prompt, 5)
+    number, when = (1, "after") if call == "model" else (engine.calls.numbers[call], "halfway")
+    engine.calls.failure = Failure(call, number, when, is_interrupt=True)  # type: ignore[arg-type]
+    with pytest.raises(Interrupted):
+        num_reused(engine, [*prompt, 7, 8, 9])
+    engine.calls.failure = None
+    for _ in range(2):
+        num_reused(engine, [*prompt, 7, 8, 9])
+    engine.check_books()
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(1000, 0), (24, 45), (40, 40), (80, 0)])
+def test_states_are_kept_along_prompts_that_begin_alike(interval: int, expected: int) -> None:
+    """The end of the first is too far on; a checkpoint serves from 32 tokens before it on."""
+    engine, first = exact_engine(interval), repetitive_prompt(5, 90)
+    num_reused(engine, first, 8)
+    assert num_reused(engine, [*first[:45], *repetitive_prompt(9, 20)], 8) == expected
 
 
 def test_the_next_turn_computes_what_is_new(model: PreTrainedModel, make_engine: Any) -> None:
@@ -197,20 +218,6 @@ def test_quantized_keys_and_values_beside_states(
     assert config.logits_check.relative_difference < 0.01
 
 
-def test_states_are_kept_along_prompts_that_begin_alike(model: PreTrainedModel, make_engine_dir: Any) -> None:
-    """The end of the first is too far on; a checkpoint serves from 32 tokens before it on."""
-    first, common = repetitive_prompt(5, 90), 45
-    second = [*first[:common], *repetitive_prompt(9, 20)]
-    expected = hf_greedy(model, second, 8)
-    for interval, num_reused in ((1000, 0), (24, 45), (40, 40), (80, 0)):
-        engine = Engine.open(make_engine_dir(model), kv_cache=KVCacheConfig(state_checkpoint_interval=interval))
-        for number, prompt in enumerate((first, second)):
-            request = Request(number, tuple(prompt), 8)
-            (answer,) = [s for s, _ in scheduler.generate(engine, [request]) if s.is_over]
-        assert (answer.stats.num_reused_tokens, answer.output_tokens) == (num_reused, expected)
-        engine.close()
-
-
 @pytest.mark.parametrize("case", ["without reuse", "without states"])
 def test_an_interval_that_nothing_reads_is_refused(
     case: str, model: PreTrainedModel, make_engine_dir: Any, said: Said
@@ -222,37 +229,8 @@ def test_an_interval_that_nothing_reads_is_refused(
     said(raised, "64")
 
 
-class InterruptedPool:
-    """A layer's pool that is not written any more once Ctrl-C has come."""
-
-    def __init__(self, pool: torch.Tensor) -> None:
-        self.pool = pool
-
-    def __getitem__(self, slot: int) -> torch.Tensor:
-        return self.pool[slot]
-
-    def __setitem__(self, slot: int, state: torch.Tensor) -> None:
-        raise KeyboardInterrupt
-
-
-def test_a_state_that_is_copied_in_part_is_not_found(model: PreTrainedModel, make_engine: Any) -> None:
-    """The next turn copies the last one's state, and Ctrl-C comes between two layers."""
-    engine = make_engine(model)
-    assert engine._states is not None
-    turn = repetitive_prompt(4, 70)
-    (first,) = [s for s, _ in scheduler.generate(engine, [Request(0, tuple(turn), 5)]) if s.is_over]
-    turn = [*first.tokens, 7, 8, 9]
-    pool, engine._states.pools[1] = engine._states.pools[1], InterruptedPool(engine._states.pools[1])  # type: ignore[call-overload]
-    with pytest.raises(KeyboardInterrupt):
-        list(scheduler.generate(engine, [Request(1, tuple(turn), 5)]))
-    engine._states.pools[1] = pool
-    engine._states.manager.check_integrity()
-    for number in (2, 3):
-        (second,) = [s for s, _ in scheduler.generate(engine, [Request(number, tuple(turn), 5)]) if s.is_over]
-        assert second.output_tokens == hf_greedy(model, turn, 5)
-
-
 @pytest.mark.parametrize("compiler", ["none", pytest.param("aot", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("of_each_kind", ["qwen3.5", *slow("lfm2", *SLOW)], indirect=True)
 def test_nan_in_a_state_stays_with_its_request_and_is_told(
     compiler: str, of_each_kind: PreTrainedModel, make_engine_dir: Any
 ) -> None:

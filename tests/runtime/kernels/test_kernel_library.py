@@ -5,7 +5,6 @@ What a processor has is GNU's compiler's to say: it knows each by its name.
 
 import platform
 import shlex
-import shutil
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -145,19 +144,6 @@ def test_a_library_that_is_cut_off_is_not_taken(kernels: Path, tmp_path: Path) -
         for path in all_kernels(tmp_path).glob("*.so"):
             path.write_bytes(whole[:num_bytes])
         assert is_taken == (prebuilt_kernels((), sources, tmp_path) is not None), num_bytes
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
-    """The packages as a wheel installs them, with kernels for what every processor of this kind has."""
-    root = tmp_path_factory.mktemp("installed")
-    for package in ("specdec_cli", "commands", "runtime"):
-        source = Path(library.__file__).parents[2] / package
-        shutil.copytree(source, root / package, ignore=shutil.ignore_patterns("demo", "prebuilt"))
-    directory = root / "runtime" / "kernels" / "prebuilt"
-    directory.mkdir()
-    shutil.copyfile(kernels, directory / library_name(platform.machine(), INSTRUCTION_SETS[platform.machine()][-1]))
-    return root
 
 
 SUM = """

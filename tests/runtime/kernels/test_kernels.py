@@ -167,7 +167,7 @@ def run(case: Case, dtype: torch.dtype, arithmetic: int, stored: torch.dtype | N
     return output, expected
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("dtype", "arithmetic", "stored"), ATTENTION_KINDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel_is_attention(
@@ -276,7 +276,7 @@ def test_a_token_has_the_same_bits_in_a_company_of_a_thousand(
     x = torch.randn(1000, num_inputs, generator=generator).to(dtype)
     packed = torch.ops.specdec.pack_linear(torch.randn(200, num_inputs, generator=generator).to(dtype))
     together = torch.ops.specdec.linear(x, packed, None, 200, arithmetic)
-    for start in range(0, 1000, 4):
+    for start in range(0, 1000, 28):
         alone = torch.ops.specdec.linear(x[start : start + 4], packed, None, 200, arithmetic)
         assert torch.equal(alone, together[start : start + 4]), start
 
@@ -422,7 +422,7 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(
     bits_are_equal()
 
 
-@pytest.mark.one_in(32)
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("block_size", [32, 24])
@@ -512,33 +512,6 @@ def test_second_library_of_other_sources_is_refused(kernels: Path, tmp_path: Pat
     said(raised)
 
 
-def test_corrupt_cached_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flipped, cut or empty; a compiler that only counts stands for g++, which takes a minute."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\n[ "$1" = -v ] && exit\ncase "$*" in *" -c "*) exit 0;; esac\n'
-        'while [ "$1" != -o ]; do shift; done\n'
-        f'echo . >>{tmp_path}/compiled; echo "a library" >"$2"\n'
-    )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
-    library = tmp_path / "library"
-
-    def compile_and_count() -> int:
-        compile_kernels(library)
-        assert library.read_text() == "a library\n"
-        return len((tmp_path / "compiled").read_text().split())
-
-    assert compile_and_count() == compile_and_count() == 1
-    (cached,) = (tmp_path / "cache").glob("kernels-*.so")
-    whole = cached.read_bytes()
-    for num_compiled, damaged in enumerate((b"A" + whole[1:], whole[:-1] + b"A", whole[:-9], whole[:5], b""), start=2):
-        cached.write_bytes(damaged)
-        assert compile_and_count() == compile_and_count() == num_compiled
-        assert cached.read_bytes() == whole
-
-
 def argmaxes(rows: Tensor) -> Tensor:
     """Tokens that greedy requests without penalties choose."""
     greedy = torch.tensor([[1.0, 1, 1, 0, 0, 1, 0, 0]], dtype=torch.float64).repeat(len(rows), 1)
@@ -617,25 +590,31 @@ def compiled(path: Path) -> int:
     return int(path.read_text())
 
 
-def test_cached_kernels_of_another_processor_are_not_taken(
+def test_corrupt_cached_library_is_compiled_again(pretended_compiler: Path, tmp_path: Path) -> None:
+    """Flipped, cut or empty."""
+    library = tmp_path / "kernels.so"
+    assert compiled(library) == compiled(library) == 1
+    (cached,) = (tmp_path / "cache").glob("kernels-*.so")
+    whole = cached.read_bytes()
+    for number, damaged in enumerate((b"A" + whole[1:], whole[:-1] + b"A", whole[:-9], whole[:5], b""), start=2):
+        cached.write_bytes(damaged)
+        assert compiled(library) == compiled(library) == number
+
+
+def test_cached_kernels_of_another_processor_compiler_or_c_library_are_not_taken(
     pretended_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A home directory is shared by machines: each finds its own, and never what it may be unable to execute."""
-    libraries = [compiled(tmp_path / "here.so"), compiled(tmp_path / "here.so")]
+    library = tmp_path / "kernels.so"
+    libraries = [compiled(library), compiled(library)]
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("runtime.kernels.library._processor_flags", lambda: ["avx2", "fma"])
-        libraries += [compiled(tmp_path / "there.so"), compiled(tmp_path / "there.so")]
-    assert [*libraries, compiled(tmp_path / "here.so")] == [1, 1, 2, 2, 1]
-
-
-def test_cached_kernels_of_another_compiler_or_c_library_are_not_taken(
-    pretended_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    libraries = [compiled(tmp_path / "kernels.so")]
+        libraries += [compiled(library), compiled(library)]
+    libraries.append(compiled(library))
     pretended_compiler.write_text("13.1")
-    libraries.append(compiled(tmp_path / "kernels.so"))
+    libraries.append(compiled(library))
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "3.0"))
-    assert [*libraries, compiled(tmp_path / "kernels.so")] == [1, 2, 3]
+    assert [*libraries, compiled(library)] == [1, 1, 2, 2, 1, 3, 4]
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 after the other."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +22,62 @@ from runtime.model.recurrences import linear_attention, selective_scan
 
 NUM_SLOTS, NUM_BACK = 4, 32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+Rows = list[tuple[int, int, int]]
+"""Texts, and for each its first token in the step and their number."""
+
+
+def in_rows(texts: Any, rows: Rows) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Inputs of a step: each part of the texts [1, rows x longest, ...], padded by
+    zeros, and positions, slots of tokens and slots of states; text i has slot i + 1.
+    """
+    longest = max(number for _, _, number in rows)
+    positions, slots = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
+    padded = [part.new_zeros(len(rows), longest, *part.shape[1:]) for part in texts[0]]
+    for b, (text, start, number) in enumerate(rows):
+        positions[b, :number], slots[b, :number] = torch.arange(start, start + number), 1
+        for part, whole in zip(texts[text], padded, strict=True):
+            whole[b, :number] = part[start : start + number]
+    places = (positions, slots, torch.tensor([text + 1 for text, _, _ in rows]))
+    return [part.flatten(0, 1)[None] for part in padded], places
+
+
+def of_rows(output: Tensor, rows: Rows) -> list[Tensor]:
+    """The outputs [number, ...] of each row, from [1, rows x longest, ...]."""
+    by_row = output[0].unflatten(0, (len(rows), -1))
+    return [by_row[b, :number] for b, (_, _, number) in enumerate(rows)]
+
+
+def of_steps(steps: list[Rows], outputs: list[Tensor], compute: Callable[[Rows], list[Tensor]]) -> list[Tensor]:
+    """The outputs of whole texts: what a later step computes again replaces what was of a rejected draft."""
+    for rows in steps:
+        for (text, start, number), made in zip(rows, compute(rows), strict=True):
+            outputs[text][start : start + number] = made
+    return outputs
+
+
+def check_pieces(
+    text: Any, other: Any, expected: Tensor, compute: Callable[[Any, Rows, Tensor], list[Tensor]], pool: Tensor
+) -> None:
+    """The bits of 100 tokens: one by one, and in pieces behind which a draft of the other text is rejected."""
+    for sizes in ([1] * 100, [64, 36], [7, 25, 33, 31, 4]):
+        own_pool, start = pool.clone(), 0
+        for size in sizes:
+            end = start + size
+            drafted = [torch.cat([own[:end], drafts[end:]]) for own, drafts in zip(text, other, strict=True)]
+            (made,) = compute(type(text)(*drafted), [(0, start, min(size + NUM_BACK, 100 - start))], own_pool)
+            assert torch.equal(made[:size], expected[start:end])
+            start = end
+
+
+@contextmanager
+def other_threads() -> Iterator[None]:
+    """Two threads where one computed, and one where more did."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    yield
+    torch.set_num_threads(threads)
 
 
 class Shape(NamedTuple):
@@ -89,30 +148,12 @@ def pool_of(shape: Shape, fill: float = math.nan) -> Tensor:
     return state_pools(states, NUM_SLOTS, NUM_BACK, torch.float32, torch.device("cpu"))[1].fill_(fill)
 
 
-def step(
-    attend: Any, texts: list[Text], rows: list[tuple[int, int, int]], pool: Tensor, *, corrects: bool
-) -> list[Tensor]:
-    """The outputs of (text, start, number) tokens; text i has slot i + 1."""
-    longest = max(number for _, _, number in rows)
-    positions, slots = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
-    for b, (_, start, number) in enumerate(rows):
-        positions[b, :number] = torch.arange(start, start + number)
-        slots[b, :number] = 1
-
-    def padded(part: int) -> Tensor:
-        whole = texts[0][part].new_zeros(len(rows), longest, *texts[0][part].shape[1:])
-        for b, (text, start, number) in enumerate(rows):
-            whole[b, :number] = texts[text][part][start : start + number]
-        return whole.flatten(0, 1)[None]
-
-    query, key, value, decay, beta = (padded(part) for part in range(5))
-    state_slots = torch.tensor([text + 1 for text, _, _ in rows])
-    places, scale = (positions, slots, state_slots), query.shape[3] ** -0.5
-    rates = beta if corrects else None
-    output = attend((query, key, value, decay, rates), pool, places, CHUNK_SIZE, scale, normalizes=corrects)
+def step(attend: Any, texts: list[Text], rows: Rows, pool: Tensor, *, corrects: bool) -> list[Tensor]:
+    (query, key, value, decay, beta), places = in_rows(texts, rows)
+    parts = (query, key, value, decay, beta if corrects else None)
+    output = attend(parts, pool, places, CHUNK_SIZE, query.shape[3] ** -0.5, normalizes=corrects)
     assert output.dtype == value.dtype and output.shape == value.shape
-    rows_of = output[0].unflatten(0, (len(rows), longest))
-    return [rows_of[b, :number] for b, (_, _, number) in enumerate(rows)]
+    return of_rows(output, rows)
 
 
 STEPS = [
@@ -136,9 +177,7 @@ def test_pieces_rejected_drafts_and_batches_give_the_recurrence_of_the_text(
 ) -> None:
     texts = [text_of(length, shape, dtype, seed) for seed, length in enumerate((170, 70))]
     pool, outputs = pool_of(shape), [torch.zeros_like(text.value) for text in texts]
-    for rows in STEPS:
-        for (text, start, number), made in zip(rows, step(attend, texts, rows, pool, corrects=corrects), strict=True):
-            outputs[text][start : start + number] = made
+    of_steps(STEPS, outputs, lambda rows: step(attend, texts, rows, pool, corrects=corrects))
     for text, output in zip(texts, outputs, strict=True):
         expected = expected_of(text, corrects=corrects)
         end = 140 if len(output) == 170 else 69
@@ -153,21 +192,10 @@ def test_a_tokens_bits_are_its_own(corrects: bool, shape: Shape, kernels: Path) 
     load_kernels(kernels)
     text, other = text_of(100, shape, torch.float32, 0), text_of(100, shape, torch.float32, 1)
     (expected,) = step(by_kernel, [text], [(0, 0, 100)], pool_of(shape), corrects=corrects)
-    for sizes in ([1] * 100, [64, 36], [7, 25, 33, 31, 4]):
-        pool, start = pool_of(shape), 0
-        for size in sizes:
-            end = start + size
-            drafted = Text(*(torch.cat([own[:end], drafts[end:]]) for own, drafts in zip(text, other, strict=True)))
-            num_tokens = min(size + NUM_BACK, 100 - start)
-            (made,) = step(by_kernel, [drafted], [(0, start, num_tokens)], pool, corrects=corrects)
-            assert torch.equal(made[:size], expected[start:end])
-            start = end
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3 - min(threads, 2))
-    try:
-        (made,) = step(by_kernel, [text], [(0, 0, 100)], pool_of(shape), corrects=corrects)
-    finally:
-        torch.set_num_threads(threads)
+    compute = partial(step, by_kernel, corrects=corrects)
+    check_pieces(text, other, expected, lambda one, rows, pool: compute([one], rows, pool), pool_of(shape))
+    with other_threads():
+        (made,) = compute([text], [(0, 0, 100)], pool_of(shape))
     assert torch.equal(made, expected)
 
 
@@ -238,20 +266,9 @@ def scan_pool(channels: int, numbers: int, groups: int, fill: float = math.nan) 
     return state_pools(states, NUM_SLOTS, NUM_BACK, torch.float32, torch.device("cpu"))[1].fill_(fill)
 
 
-def scan_step(
-    scan: Any, texts: list[Scanned], rows: list[tuple[int, int, int]], decays: Tensor, pool: Tensor
-) -> list[Tensor]:
-    """The outputs of (text, start, number) tokens; text i has slot i + 1."""
-    longest = max(number for _, _, number in rows)
-    positions, slots = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
-    padded = [torch.zeros(len(rows), longest, part.shape[1]) for part in texts[0]]
-    for b, (text, start, number) in enumerate(rows):
-        positions[b, :number], slots[b, :number] = torch.arange(start, start + number), 1
-        for part, whole in zip(texts[text], padded, strict=True):
-            whole[b, :number] = part[start : start + number]
-    places = (positions, slots, torch.tensor([text + 1 for text, _, _ in rows]))
-    output = scan([part.flatten(0, 1)[None] for part in padded], decays, pool, places, CHUNK_SIZE)
-    return [output[0].unflatten(0, (len(rows), longest))[b, :number] for b, (_, _, number) in enumerate(rows)]
+def scan_step(scan: Any, texts: list[Scanned], rows: Rows, decays: Tensor, pool: Tensor) -> list[Tensor]:
+    parts, places = in_rows(texts, rows)
+    return of_rows(scan(parts, decays, pool, places, CHUNK_SIZE), rows)
 
 
 @pytest.mark.parametrize(("channels", "numbers", "groups"), SCANS)
@@ -261,9 +278,7 @@ def test_scans_of_pieces_and_rejected_drafts_are_the_recurrence_of_the_text(
     texts = [scanned_text(length, channels, groups * numbers, seed) for seed, length in enumerate((170, 70))]
     pool, decays = scan_pool(channels, numbers, groups), decays_of(channels, numbers)
     outputs = [torch.zeros_like(text.added) for text in texts]
-    for rows in STEPS:
-        for (text, start, number), made in zip(rows, scan_step(scan, texts, rows, decays, pool), strict=True):
-            outputs[text][start : start + number] = made
+    of_steps(STEPS, outputs, lambda rows: scan_step(scan, texts, rows, decays, pool))
     for text, output, end in zip(texts, outputs, (140, 69), strict=True):
         expected = expected_scan(text, decays)[:end]
         assert (output[:end].double() - expected).abs().max() / expected.abs().max() < 1e-5
@@ -277,24 +292,10 @@ def test_a_scanned_tokens_bits_are_its_own(kernels: Path) -> None:
         decays = decays_of(channels, numbers)
         whole = scan_pool(channels, numbers, groups)
         (expected,) = scan_step(scan_by_kernel, [text], [(0, 0, 100)], decays, whole)
-        for sizes in ([1] * 100, [64, 36], [7, 25, 33, 31, 4]):
-            pool, start = scan_pool(channels, numbers, groups), 0
-            for size in sizes:
-                end = start + size
-                drafted = Scanned(
-                    *(torch.cat([own[:end], drafts[end:]]) for own, drafts in zip(text, other, strict=True))
-                )
-                rows = [(0, start, min(size + NUM_BACK, 100 - start))]
-                (made,) = scan_step(scan_by_kernel, [drafted], rows, decays, pool)
-                assert torch.equal(made[:size], expected[start:end])
-                start = end
-        rows = [(0, start, 1) for start in range(100)]
-        threads = torch.get_num_threads()
-        torch.set_num_threads(3 - min(threads, 2))
-        try:
-            made_in_rows = scan_step(scan_by_kernel, [text], rows, decays, pool := scan_pool(channels, numbers, groups))
-        finally:
-            torch.set_num_threads(threads)
+        pool, compute = scan_pool(channels, numbers, groups), partial(scan_step, scan_by_kernel, decays=decays)
+        check_pieces(text, other, expected, lambda one, rows, own, c=compute: c([one], rows, pool=own), pool)
+        with other_threads():
+            made_in_rows = compute([text], [(0, start, 1) for start in range(100)], pool=pool)
         assert torch.equal(torch.cat(made_in_rows), expected)
         assert torch.equal(pool[1].nan_to_num(), whole[1].nan_to_num())
 

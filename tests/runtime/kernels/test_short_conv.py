@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_linear_attention import Rows, in_rows, of_rows, of_steps
 from torch import Tensor
 
 from runtime.kernels.ops import load_kernels
@@ -26,23 +27,9 @@ def convolve(request: pytest.FixtureRequest, kernels: Path) -> Any:
     return by_kernel if request.param == "kernel" else short_conv
 
 
-def step(
-    convolve: Any, texts: list[Tensor], rows: list[tuple[int, int, int]], weight: Tensor, bias: Any, pool: Tensor
-) -> list[Tensor]:
-    """The outputs of (text, start, number) tokens; text i has slot i + 1."""
-    longest = max(number for _, _, number in rows)
-    padded = torch.zeros(len(rows), longest, CHANNELS, dtype=texts[0].dtype)
-    positions, slots = (
-        torch.zeros(len(rows), longest, dtype=torch.long),
-        torch.zeros(len(rows), longest, dtype=torch.long),
-    )
-    for b, (text, start, number) in enumerate(rows):
-        padded[b, :number] = texts[text][start : start + number]
-        positions[b, :number] = torch.arange(start, start + number)
-        slots[b, :number] = 1
-    state_slots = torch.tensor([text + 1 for text, _, _ in rows])
-    output = convolve(padded.view(1, -1, CHANNELS), weight, bias, pool, positions, slots, state_slots)
-    return [output.view(len(rows), longest, CHANNELS)[b, :number] for b, (_, _, number) in enumerate(rows)]
+def step(convolve: Any, texts: list[Tensor], rows: Rows, weight: Tensor, bias: Any, pool: Tensor) -> list[Tensor]:
+    (padded,), places = in_rows([(text,) for text in texts], rows)
+    return of_rows(convolve(padded, weight, bias, pool, *places), rows)
 
 
 @pytest.mark.parametrize("kernel_size", [3, 4, 7])
@@ -65,9 +52,7 @@ def test_pieces_rejected_drafts_and_batches_give_the_convolution_of_the_text(
         [(0, 54, 16), (1, 5, 20)],
     ]
     outputs = [torch.zeros_like(text) for text in texts]
-    for rows in steps:
-        for (text, start, number), made in zip(rows, step(convolve, texts, rows, weight, bias, pool), strict=True):
-            outputs[text][start : start + number] = made
+    of_steps(steps, outputs, lambda rows: step(convolve, texts, rows, weight, bias, pool))
     for text, output in zip(texts, outputs, strict=True):
         whole = F.pad(text.double().T, (kernel_size - 1, 0))
         expected = F.conv1d(
