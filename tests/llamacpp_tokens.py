@@ -18,11 +18,6 @@ from runtime.checkpoint.gguf.tokenizer import merges_by_score
 
 DATA = Path(__file__).parent / "data" / "llamacpp_tokens.json"
 REAL = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
-"""Published files; `14d0ecb4:scripts/tools/real_vocabularies.py` makes those of DeepSeek."""
-REAL_TOKENIZERS = {
-    "llama3_1": "llama-bpe", "qwen3": "qwen2", "deepseek_v3": "deepseek-v3", "gptoss": "gpt-4o", "llama2": None,
-}  # fmt: skip
-"""Published tokenizers, and what llama.cpp's conversion calls their pre-tokenizers; None: SentencePiece."""
 Edit = Callable[[gguf.GGUFWriter], None]
 
 

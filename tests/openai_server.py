@@ -5,7 +5,6 @@ Its clock is the clients' (`time.perf_counter` of the same process).
 """
 
 import asyncio
-import itertools
 import json
 import threading
 import time
@@ -23,17 +22,12 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Asked:
-    """A request, and when each piece of its answer was sent.
-
-    `num_before`: that came on its connection. `is_broken_off`: by the client, before the end.
-    """
+    """A request, and when each piece of its answer was sent. `is_broken_off`: by the client, before the end."""
 
     method: str
     path: str
     headers: dict[str, str]
     text: str
-    start_s: float
-    num_before: int = 0
     sent_s: list[float] = field(default_factory=list)
     is_broken_off: bool = False
 
@@ -45,21 +39,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. `is_cut`: the connection is closed in the middle of it, after the last piece.
-
-    It begins when `begins_when` is so.
-    """
+    """An answer, in pieces."""
 
     pieces: Sequence[Piece]
     status: int = 200
     content_type: str = "text/event-stream"
-    is_cut: bool = False
     headers: tuple[tuple[str, str], ...] = ()
-    begins_when: Callable[[], bool] = lambda: True
 
 
-Script = Callable[[Asked], Reply | None]
-"""None: the connection is closed without an answer."""
+Script = Callable[[Asked], Reply]
 
 
 def event(data: object) -> bytes:
@@ -68,10 +56,6 @@ def event(data: object) -> bytes:
 
 def as_json(data: object, status: int = 200) -> Reply:
     return Reply([(0.0, json.dumps(data).encode())], status, "application/json")
-
-
-def models(*names: str) -> Reply:
-    return as_json({"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
 
 
 def failure(status: int, message: str) -> Reply:
@@ -87,7 +71,6 @@ class Server:
     def __init__(self, script: Script) -> None:
         self._script = script
         self.asked: list[Asked] = []
-        self.num_open = self.most_open = 0
         self.port = 0
         self.stop: Callable[[], object]
 
@@ -110,24 +93,15 @@ class Server:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            for num_before in itertools.count():
+            while True:
                 asked = await _read(reader)
-                asked.num_before = num_before
                 self.asked.append(asked)
-                reply = self._script(asked)
-                if reply:
-                    await self._answer(asked, reply, writer)
-                if not reply or reply.is_cut:
-                    break
+                await self._answer(asked, self._script(asked), writer)
         writer.close()
 
     async def _answer(self, asked: Asked, reply: Reply, writer: asyncio.StreamWriter) -> None:
-        self.num_open += 1
-        self.most_open = max(self.most_open, self.num_open)
         headers = {"content-type": reply.content_type, "transfer-encoding": "chunked", **dict(reply.headers)}
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        while not reply.begins_when():
-            await asyncio.sleep(0.001)
         writer.write(f"HTTP/1.1 {reply.status} Said\r\n{head}\r\n".encode())
         try:
             for wait_s, data in reply.pieces:
@@ -137,24 +111,20 @@ class Server:
                 writer.write(b"%x\r\n%s\r\n" % (len(data), data))
                 await writer.drain()
                 asked.is_broken_off = writer.is_closing()
-            if not reply.is_cut:
-                writer.write(b"0\r\n\r\n")
+            writer.write(b"0\r\n\r\n")
             await writer.drain()
         except ConnectionError:
             asked.is_broken_off = True
             raise
-        finally:
-            self.num_open -= 1
 
 
 async def _read(reader: asyncio.StreamReader) -> Asked:
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
-    start_s = time.perf_counter()
     first, *lines = head.strip().split("\r\n")
     method, path, _ = first.split(" ")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
     text = await reader.readexactly(int(headers.get("content-length", 0)))
-    return Asked(method, path, headers, text.decode(), start_s)
+    return Asked(method, path, headers, text.decode())
 
 
 @contextmanager

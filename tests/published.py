@@ -1,4 +1,4 @@
-"""Configs of checkpoints as they were published, small enough to run, with random weights and a tokenizer.
+"""Configs of checkpoints as they were published, small enough to run, with random weights.
 
 `tests/data/published_configs.json` has each config.json to the letter, and where it stands: repository, path, commit.
 Where that is not the hub's own file, its `note` says how it differs. Width, depth and experts are shrunk here, and
@@ -7,7 +7,6 @@ nothing else: ropes, windows, end ids, dtypes and whatever a family's config has
 
 import copy
 import json
-import os
 import shutil
 import zlib
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from byte_tokenizers import byte_level
 from safetensors.torch import load_file, save_file
 from tiny import hf_greedy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
@@ -23,7 +21,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from scripts.tools.families import random_model
 
-REAL_DIR = Path(os.environ.get("SPECDEC_REAL_DIR", "~/.cache/specdec-real")).expanduser()
 DATA = Path(__file__).parent / "data" / "published_configs.json"
 _HEADS, _HEAD_DIM, _HIDDEN = 4, 16, 32
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -73,8 +70,6 @@ class Published:
     repository: str
     path: str
     commit: str
-    tokenizer: str
-    """Tokenizer of `specdec-real`, or `bytes`: a small one of bytes."""
     refused: str | None
     config: dict[str, Any]
     note: str = ""
@@ -327,44 +322,3 @@ def quantize_experts_to_mxfp4(directory: Path) -> None:
 
 def seed_of(name: str) -> int:
     return zlib.crc32(name.encode())
-
-
-def thresholds(config: dict[str, Any]) -> list[int]:
-    """Positions behind which a config computes otherwise than before, that outputs are served past: windows, and
-    where a rope was scaled from. `longrope` is served up to it, but Phi-MoE's, whose scales stand in its config."""
-    whole = _language_model(config)
-    text = whole.get("text_config", whole)
-    positions = text.get("max_position_embeddings", 0)
-    found = [text.get("sliding_window") if text.get("use_sliding_window", True) else None]
-    found += [text.get("attention_chunk_size")]
-    for rope in _ropes(text):
-        if rope.get("rope_type", rope.get("type")) != "longrope" or "short_mscale" in rope:
-            found.append(rope.get("original_max_position_embeddings"))
-    return [one for one in found if isinstance(one, int) and one < positions]
-
-
-TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-
-
-def write_tokenizer(published: Published, directory: Path) -> None:
-    """The family's own tokenizer where it is there, else one of bytes; with a chat template in one of the places where
-    the hub's directories have it: a file, or tokenizer_config.json, by itself or in a list."""
-    real = REAL_DIR / f"tokenizer-{published.tokenizer}"
-    if real.is_dir():
-        shutil.copytree(real, directory, dirs_exist_ok=True)
-    else:
-        byte_level().save_pretrained(directory)
-    path = directory / "tokenizer_config.json"
-    said = json.loads(path.read_text(encoding="utf-8"))
-    said.pop("chat_template", None)
-    place = seed_of(published.name) % 3
-    if place == 0:
-        (directory / "chat_template.jinja").write_text(TEMPLATE)
-    elif place == 1:
-        said["chat_template"] = TEMPLATE
-    else:
-        said["chat_template"] = [
-            {"name": "default", "template": TEMPLATE},
-            {"name": "tool_use", "template": "{{ tools }}"},
-        ]
-    path.write_text(json.dumps(said))

@@ -23,6 +23,23 @@ def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; None takes one out. `a__b` is key `b` in the object `a`."""
+    data = json.loads(path.read_text())
+    for key, value in changes.items():
+        *outer, last = key.split("__")
+        target = data
+        for name in outer:
+            target = target[name]
+        if value is None:
+            del target[last]
+        else:
+            target[last] = value
+    if "config_digest" in data:  # an engine that was built so
+        data["config_digest"] = config_digest(data)
+    path.write_text(json.dumps(data))
+
+
 MakeEngineDir = Callable[..., Path]
 """Type of the fixture `make_engine_dir`."""
 

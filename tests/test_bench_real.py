@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from test_real_model import smollm2  # noqa: F401  # a fixture
 
 from scripts.bench import real_report
 

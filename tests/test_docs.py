@@ -73,9 +73,9 @@ def test_the_readme_is_short() -> None:
     assert PAGES["README.md"].count("\n") <= 150
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_flag_tables_are_those_of_the_commands(page: str) -> None:
-    assert update_docs.with_tables(PAGES[page]) == PAGES[page], "run scripts/tools/update_docs.py"
+def test_flag_tables_are_those_of_the_commands() -> None:
+    stale = [page for page, text in PAGES.items() if update_docs.with_tables(text) != text]
+    assert stale == [], "run scripts/tools/update_docs.py"
 
 
 def test_every_room_is_described() -> None:
@@ -142,12 +142,11 @@ def test_the_reports_of_the_walk_mark_tokens_and_compare(walk: tuple[Path, dict[
     assert f"{NUM_SAMPLES} of {NUM_SAMPLES} outputs token for token the same" in outputs["compare"]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_pasted_outputs_are_of_the_walk(page: str) -> None:
+def test_pasted_outputs_are_of_the_walk() -> None:
     """A marker outside the walk, or of a name it does not have, would never be pasted anew."""
     names = [block.name for block in update_docs.walk_blocks(PAGES) if block.name]
     assert len(set(names)) == len(names)
-    assert set(re.findall(r"<!-- output: ([\w-]+)", PAGES[page])) <= set(names)
+    assert {name for text in PAGES.values() for name in re.findall(r"<!-- output: ([\w-]+)", text)} <= set(names)
 
 
 @pytest.mark.parametrize("block", blocks("bash"))
@@ -200,7 +199,7 @@ def test_flags_in_the_text_exist() -> None:
     named = {
         (page, flag)
         for page, text in PAGES.items()
-        for span in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+        for span in re.findall(r"`([^`\n]+)`", prose_of(text))
         for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", span)
     }
     assert {(page, flag) for page, flag in named if normalize_name(flag) not in known} == set()
@@ -229,23 +228,29 @@ def test_the_drafter_of_the_documentation_speculates_without_loss(
     assert drafted and int(drafted[1]) > 0
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_within_the_documentation_hold(page: str) -> None:
-    prose = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+def prose_of(text: str) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_links_within_the_documentation_hold() -> None:
+    links = [
+        (page, target) for page, text in PAGES.items() for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(text))
+    ]
+    for page, target in links:
         if target.startswith("https://"):
             continue
         path, _, anchor = target.partition("#")
         linked = (ROOT / page).parent / path if path else ROOT / page
-        assert linked.is_file(), f"{target} does not exist"
-        assert page == "README.md" or linked.parent == ROOT / "docs", f"{target} is not on the site"
-        if anchor:
-            assert anchor in anchors(linked.read_text(encoding="utf-8")), f"{target} is no heading"
+        assert linked.is_file(), f"{page}: {target} does not exist"
+        assert page == "README.md" or linked.parent == ROOT / "docs", f"{page}: {target} is not on the site"
+        assert not anchor or anchor in anchors(linked), f"{page}: {target} is no heading"
 
 
-def anchors(text: str) -> set[str]:
+@functools.cache
+def anchors(page: Path) -> set[str]:
     """Anchors that are the same on a code host and on the site: the two make them differently."""
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = prose_of(page.read_text(encoding="utf-8"))
     headings = [heading.replace("`", "") for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)]
     on_host = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
     plain = [unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode() for heading in headings]
@@ -261,7 +266,7 @@ def test_every_chapter_is_on_the_site_and_in_the_readme() -> None:
     assert set(re.findall(r"docs/([\w-]+\.md)", PAGES["README.md"])) == chapters - {"index.md"}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_files_that_are_named_exist(page: str) -> None:
-    named = re.findall(r"`((?:commands|runtime|scripts|specdec_cli|tests)/[\w./-]*)", PAGES[page])
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_files_that_are_named_exist() -> None:
+    file = r"`((?:commands|runtime|scripts|specdec_cli|tests)/[\w./-]*)"
+    named = [(page, name) for page, text in PAGES.items() for name in re.findall(file, text)]
+    assert named and [one for one in named if not (ROOT / one[1]).exists()] == []

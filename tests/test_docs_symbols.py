@@ -137,9 +137,8 @@ def test_exceptions_are_needed() -> None:
     assert OTHERS.keys() - named == set(), "no page names it"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_modules_and_what_is_in_them_can_be_imported(page: str) -> None:
-    for span in spans(PAGES[page]):
+def test_modules_and_what_is_in_them_can_be_imported() -> None:
+    for span in {span for text in PAGES.values() for span in spans(text)}:
         if re.fullmatch(r"(runtime|commands|specdec_cli)(\.\w+)+", span):
             resolve(span)
 
@@ -153,10 +152,9 @@ def resolve(dotted: str) -> object:
         return getattr(importlib.import_module(module) if "." in module or module in DIRECTORIES else module, name)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_members_of_public_classes_are_theirs(page: str) -> None:
+def test_members_of_public_classes_are_theirs() -> None:
     """`LLM.stream`, `llm.stream(…)`, `Draft.probs`."""
-    for span in spans(PAGES[page]):
+    for span in {span for text in PAGES.values() for span in spans(text)}:
         for owner, member in re.findall(r"(?<![\w./])(\w+)\.([a-z_]\w*)(?![\w/]|\.\w)", span):
             owner = "LLM" if owner == "llm" else owner
             if owner in specdec_cli.__all__:
@@ -165,26 +163,16 @@ def test_members_of_public_classes_are_theirs(page: str) -> None:
                 assert hasattr(found, member) or member in fields or member in found.__init__.__code__.co_names, span
 
 
-@pytest.mark.parametrize("name", specdec_cli.__all__)
-def test_every_public_name_has_an_example_that_is_run(name: str) -> None:
-    """`test_python_runs` runs the blocks."""
+def test_every_public_name_has_an_example_that_is_run_and_a_sentence() -> None:
+    """`test_python_runs` runs the blocks of docs/python.md."""
     page = PAGES["docs/python.md"]
     examples = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    imported = {
-        alias.name
-        for example in examples
-        for node in ast.walk(ast.parse(example))
-        if isinstance(node, ast.ImportFrom) and node.module == "specdec_cli"
-        for alias in node.names
-    }
-    used = {
-        node.id
-        for example in examples
-        for node in ast.walk(ast.parse(example))
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
-    assert name in imported & used, "docs/python.md has no example that imports and uses it"
-    assert f"`{name}`" in page or f"`{name}(" in page, "and no sentence on it"
+    nodes = [node for example in examples for node in ast.walk(ast.parse(example))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "specdec_cli"]
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    public = set(specdec_cli.__all__)
+    assert public - ({alias.name for node in imports for alias in node.names} & used) == set(), "no example uses it"
+    assert {name for name in public if f"`{name}`" not in page and f"`{name}(" not in page} == set()
 
 
 @pytest.mark.parametrize("span", ["use_linear_kernels_of_old", "runtime.nothing", "Draft.no_such", "noSuchThing"])

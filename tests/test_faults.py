@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,22 +20,25 @@ def test_every_fault_can_be_planted_in_the_function_that_it_names() -> None:
     assert len(FAULTS) >= 100
     texts = Counter((fault.before, fault.after) for fault in FAULTS)
     assert max(texts.values()) == 1
-    sources, trees = read_sources(ROOT), dict[str, tuple[ast.Module, str]]()
+    sources, parse = read_sources(ROOT), cache(ast.parse)
     for fault in FAULTS:
         source = sources[place_of(fault, sources)]
-        tree, dumped = trees.get(source) or trees.setdefault(source, (made := ast.parse(source), ast.dump(made)))
-        assert ast.dump(ast.parse(source.replace(fault.before, fault.after))) != dumped, fault.stands_for
         first = source[: source.index(fault.before)].count("\n") + 1
         lines = range(first, first + fault.before.count("\n") + 1)
         *owners, name = fault.function.split(".")
         found = [
             node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef) and node.name == name
+            for node in functions_of(parse(source), name)
             if {*lines} & {*range(node.lineno, (node.end_lineno or 0) + 1)}
         ]
         assert found, f"`{fault.before}` is not in {fault.function}"
+        planted = functions_of(ast.parse(source.replace(fault.before, fault.after)), name)
+        assert not {ast.dump(node) for node in found} <= {ast.dump(node) for node in planted}, fault.stands_for
         assert all(f"class {owner}" in source for owner in owners), fault.function
+
+
+def functions_of(tree: ast.Module, name: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
 
 
 def test_tests_of_every_fault_exist() -> None:

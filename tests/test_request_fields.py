@@ -33,7 +33,6 @@ DOCS = Path(__file__).parents[1] / "docs"
 BODIES: dict[Protocol, Any] = {
     "completions": CompletionRequest, "chat": ChatRequest, "responses": ResponsesRequest, "messages": MessagesRequest,
 }  # fmt: skip
-NOT_IN_PROTOCOL = [(name, protocol) for name in REQUEST_FIELDS for protocol in BODIES]
 FLAGS_OF_COMMANDS = {  # flags with a meaning of their own in each command, or TensorRT-LLM's names
     "n", "seed", "stop", "stop_token_ids", "max_tokens", "truncate_prompt_tokens", "logprobs",
     "return_generation_logits", "continue_final_message",
@@ -65,17 +64,18 @@ def test_a_field_without_a_description_is_an_error() -> None:
         fields_of(Undescribed)
 
 
-@pytest.mark.parametrize(("name", "protocol"), NOT_IN_PROTOCOL)
-def test_a_body_has_the_field_or_refuses_it_unless_it_is_neutral(name: str, protocol: Protocol) -> None:
-    described, model = REQUEST_FIELDS[name][1], BODIES[protocol]
-    if protocol in described.names:
-        field = model.model_fields[described.names[protocol]]
-        assert described.shapes == "form" or field.description in (described.help, None)
-        assert refused_field({described.names[protocol]: [0.123]}, model) is None
-    elif name not in model.model_fields:
-        assert refused_field({name: [0.123]}, model) == name
-        for neutral in (None, *described.neutral):
-            assert refused_field({name: neutral}, model) is None
+@pytest.mark.parametrize("protocol", BODIES)
+def test_a_body_has_each_field_or_refuses_it_unless_it_is_neutral(protocol: Protocol) -> None:
+    model = BODIES[protocol]
+    for name, (_, described) in REQUEST_FIELDS.items():
+        if protocol in described.names:
+            field = model.model_fields[described.names[protocol]]
+            assert described.shapes == "form" or field.description in (described.help, None), name
+            assert refused_field({described.names[protocol]: [0.123]}, model) is None, name
+        elif name not in model.model_fields:
+            assert refused_field({name: [0.123]}, model) == name
+            for neutral in (None, *described.neutral):
+                assert refused_field({name: neutral}, model) is None, name
 
 
 def test_every_form_is_a_field_of_all_bodies_and_a_flag() -> None:

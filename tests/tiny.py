@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from runtime.builder.build import BuildEffort, DraftSource, build_engine
 from runtime.builder.convert import convert
-from runtime.checkpoint.config import BuildConfig, Dtype, KVCacheQuantAlgo, QuantConfig
+from runtime.checkpoint.config import BuildConfig, CheckpointConfig, Dtype, EngineConfig, KVCacheQuantAlgo, QuantConfig
 from runtime.core.batch import generation_row
 from runtime.core.request import Sequence
 from runtime.drafters.heads.head_config import read_head
@@ -407,31 +407,32 @@ def make_build(**settings: Any) -> BuildConfig:
     return BuildConfig(**(defaults | settings))
 
 
+def run_convert(model_dir: Path, output_dir: Path, dtype: Dtype | None = None, **settings: Any) -> CheckpointConfig:
+    """Convert; `settings` are more of `convert`'s."""
+    return convert(model_dir, output_dir, dtype, progress=lambda done, total: None, **{"replace": False} | settings)
+
+
+_UNMEASURED = BuildEffort(measure_costs=False)
+
+
+def run_build(checkpoint_dir: Path, output_dir: Path, effort: BuildEffort = _UNMEASURED, **build: Any) -> EngineConfig:
+    """Build on the CPU; `build` as for `make_build`. What steps cost is measured only for who reads it."""
+    arguments = checkpoint_dir, output_dir, make_build(**build), torch.device("cpu")
+    return build_engine(*arguments, replace=False, phase=lambda name: None, effort=effort)
+
+
 def build_tiny(
     model_dir: Path,
     work_dir: Path,
     *,
     dtype: Dtype | None = None, kv_cache: KVCacheQuantAlgo | None = None, tp_size: int = 1, measure_costs: bool = False,
-    num_workers: int = 1, draft_ids: tuple[int, ...] = (), head_dir: Path | None = None,
-    precision: QuantConfig | None = None, **build: Any,
+    draft_ids: tuple[int, ...] = (), head_dir: Path | None = None, precision: QuantConfig | None = None, **build: Any,
 ) -> Path:  # fmt: skip
-    """Convert and build; `build` as for `make_build`. What steps cost is measured only for who reads it."""
+    """Convert and build; `build` as for `make_build`."""
     precision = precision or QuantConfig(kv_cache=kv_cache)
-    convert(
-        model_dir, work_dir / "checkpoint", dtype, replace=False, progress=lambda done, total: None,
-        precision=precision, tp_size=tp_size,
-    )  # fmt: skip
-    build_engine(
-        work_dir / "checkpoint",
-        work_dir / "engine",
-        make_build(**build),
-        torch.device("cpu"),
-        replace=False,
-        phase=lambda name: None,
-        effort=BuildEffort(
-            measure_costs, num_workers, DraftSource(draft_ids, None if head_dir is None else read_head(head_dir))
-        ),
-    )
+    run_convert(model_dir, work_dir / "checkpoint", dtype, precision=precision, tp_size=tp_size)
+    drafts = DraftSource(draft_ids, None if head_dir is None else read_head(head_dir))
+    run_build(work_dir / "checkpoint", work_dir / "engine", BuildEffort(measure_costs, drafts=drafts), **build)
     return work_dir / "engine"
 
 

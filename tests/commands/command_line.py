@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
+from shared import edit_json as edit_json
 
 from commands.schema.schemas import DOCUMENTS, schema_of
-from runtime.checkpoint.checksums import config_digest
 
 NGRAM = "[4,2,[0]]"
 NGRAM_RECORD: dict[str, Any] = {
@@ -99,20 +99,3 @@ def line_of(text: str, beginning: str) -> str:
 def tree(directory: Path) -> list[str]:
     """Everything below a directory, hidden files included."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file; None takes one out. `a__b` is key `b` in the object `a`."""
-    data = json.loads(path.read_text())
-    for key, value in changes.items():
-        *outer, last = key.split("__")
-        target = data
-        for name in outer:
-            target = target[name]
-        if value is None:
-            del target[last]
-        else:
-            target[last] = value
-    if "config_digest" in data:  # an engine that was built so
-        data["config_digest"] = config_digest(data)
-    path.write_text(json.dumps(data))

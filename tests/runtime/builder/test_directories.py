@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from published import PUBLISHED, RUN, seed_of, shrunk, write_model
+from published import PUBLISHED, RUN, STDS, seed_of, shrunk, write_model, write_random
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import build_tiny, hf_greedy, make_config, make_model, repetitive_prompt
+from shared import edit_json
+from tiny import build_tiny, hf_greedy, make_config, make_model, repetitive_prompt, run_convert
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.builder.artefacts import check_directory
-from runtime.builder.convert import convert
 from runtime.builder.engine_cache import _identity, settings_of
 from runtime.checkpoint.quant.formats import without_quantization
 from runtime.checkpoint.resolve import files_of_model, read_model_config
@@ -48,11 +48,6 @@ def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], dict[s
     save_file(change(tensors), directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def change_config(directory: Path, **values: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def hugging_face(directory: Path) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return hf_greedy(model, PROMPT, 12)
@@ -66,7 +61,7 @@ def answer(directory: Path, work_dir: Path) -> list[int]:
 
 def refusal(directory: Path, work_dir: Path) -> SpecDecError:
     with pytest.raises(SpecDecError) as error:
-        convert(directory, work_dir, None, replace=False, progress=lambda done, total: None)
+        run_convert(directory, work_dir)
     assert "\n" not in f"{error.value.message}{error.value.hint}"
     return error.value
 
@@ -141,7 +136,7 @@ def test_an_adapter_beside_a_model_is_told_of_and_one_alone_refused(tmp_path: Pa
     model_dir = saved(tmp_path / "model")
     (model_dir / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base", "peft_type": "LORA"}')
     with pytest.warns(SpecDecWarning) as warned:
-        convert(model_dir, tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+        run_convert(model_dir, tmp_path / "out")
     said(warned)
     (model_dir / "config.json").unlink()
     with pytest.raises(SpecDecError) as raised:
@@ -158,16 +153,13 @@ def test_a_model_without_its_head_is_refused_unless_it_is_tied(tmp_path: Path, s
     assert not torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
     error = refusal(model_dir, tmp_path / "out")
     said(error, "`lm_head`", "tie_word_embeddings: true")
-    change_config(model_dir, tie_word_embeddings=True)
+    edit_json(model_dir / "config.json", tie_word_embeddings=True)
     assert answer(model_dir, tmp_path / "built") == hugging_face(model_dir)
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        ("llama", "model.layers.1.mlp.up_proj.weight"),
-        ("gpt-neox", "gpt_neox.layers.1.attention.dense.weight"),
-    ],
+    [("llama", "model.layers.1.mlp.up_proj.weight"), ("gpt-neox", "gpt_neox.layers.1.attention.dense.weight")],
     ids=["own names", "renamed"],
 )
 def test_a_model_that_lacks_a_weight_is_refused_by_its_path(family: str, name: str, tmp_path: Path, said: Said) -> None:
@@ -181,8 +173,12 @@ def test_a_model_that_lacks_a_weight_is_refused_by_its_path(family: str, name: s
 @pytest.mark.parametrize(
     ("family", "values", "words"),
     [
-        ("qwen3-moe", {"num_experts": 0}, "model.layers.0.mlp.down_proj.weight"),
-        ("qwen3-moe", {"num_experts": 4}, "`model.layers.0.mlp.gate.weight` is [8, 32]; [4, 32]"),
+        ("qwen3-moe", {"num_experts": 0, "num_local_experts": None}, "model.layers.0.mlp.down_proj.weight"),
+        (
+            "qwen3-moe",
+            {"num_experts": 4, "num_local_experts": None},
+            "`model.layers.0.mlp.gate.weight` is [8, 32]; [4, 32]",
+        ),
         ("mixtral", {"num_local_experts": 8}, "[4, 96, 32]; [8, 96, 32]; model.layers.0.mlp.experts.gate_up_proj"),
     ],
 )
@@ -190,21 +186,14 @@ def test_experts_that_the_config_has_otherwise_are_told(
     family: str, values: dict[str, Any], words: str, tmp_path: Path, said: Said
 ) -> None:
     model_dir = saved(tmp_path / "model", family)
-    path = model_dir / "config.json"
-    config = json.loads(path.read_text())
-    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-    for name in values:
-        config.pop(other.get(name, ""), None)
-    path.write_text(json.dumps(config | values))
+    edit_json(model_dir / "config.json", **values)
     said(refusal(model_dir, tmp_path / "out"), *words.split("; "))
 
 
 def test_a_rope_without_a_type_is_told_of_and_as_for_transformers(tmp_path: Path, said: Said) -> None:
     model_dir = saved(tmp_path / "model")
     expected = hugging_face(model_dir)
-    change_config(model_dir, rope_scaling={"factor": 8.0})
-    path = model_dir / "config.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "rope_parameters"}))
+    edit_json(model_dir / "config.json", rope_scaling={"factor": 8.0}, rope_parameters=None)
     with pytest.warns(SpecDecWarning) as warned:
         assert answer(model_dir, tmp_path / "built") == expected == hugging_face(model_dir)
     said(warned, "`rope_scaling.factor` 8.0", "`default`")
@@ -233,37 +222,25 @@ def test_layers_that_predict_further_are_left_out_as_by_transformers(tmp_path: P
 
 
 def test_end_ids_of_the_config_count_where_no_other_file_names_them(tmp_path: Path) -> None:
-    config = shrunk(PUBLISHED["Llama-3.1-8B-Instruct"].config)
-    write_model(config, tmp_path / "model", 0, prompt=PROMPT, num_new_tokens=12)
+    config = shrunk(PUBLISHED["Llama-3.1-8B-Instruct"].config, vocab_size=512)
+    assert len(config["eos_token_id"]) == 3
+    write_random(config | {"eos_token_id": [401, 408, 409]}, tmp_path / "model", 0, STDS[0])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     engine_dir = build_tiny(tmp_path / "model", tmp_path / "built")
     with Engine.open(engine_dir) as engine:
         found = find_end_ids(engine_dir, engine.config.pretrained_config, None)
-    assert found == set(model.generation_config.eos_token_id) == {128001, 128008, 128009}
+    assert found == set(model.generation_config.eos_token_id) == {401, 408, 409}
 
 
-def quanto(directory: Path) -> None:
-    saved(directory)
-    (directory / "quanto_qmap.json").write_text('{"model.layers.0.mlp.up_proj": {"weights": "qint8"}}')
-
-
-def mlx(directory: Path) -> None:
-    saved(directory)
-    said = {"group_size": 64, "bits": 4}
-    change_config(directory, quantization=said, quantization_config=said)
-
-
-FORMATS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "quanto": (quanto, "quanto"),
-    "mlx": (mlx, "MLX"),
-}
-
-
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["quanto", "MLX"])
 def test_formats_that_are_not_read_are_refused_by_their_names(kind: str, tmp_path: Path, said: Said) -> None:
-    make, name = FORMATS[kind]
-    make(tmp_path / "model")
-    said(refusal(tmp_path / "model", tmp_path / "out"), name)
+    model_dir = saved(tmp_path / "model")
+    if kind == "quanto":
+        (model_dir / "quanto_qmap.json").write_text('{"model.layers.0.mlp.up_proj": {"weights": "qint8"}}')
+    else:
+        config = {"group_size": 64, "bits": 4}
+        edit_json(model_dir / "config.json", quantization=config, quantization_config=config)
+    said(refusal(model_dir, tmp_path / "out"), kind)
 
 
 def test_an_engine_whose_tokenizer_cannot_be_read_takes_token_ids(
@@ -479,11 +456,7 @@ def test_values_of_published_configs_are_read(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "where", "name", "value"),
-    [
-        ("dbrx", "ffn_config", "moe_num_experts", 0),
-        ("jetmoe", None, "kv_channels", -8),
-        ("llama", None, "head_dim", 0),
-    ],
+    [("dbrx", "ffn_config", "moe_num_experts", 0), ("jetmoe", None, "kv_channels", -8), ("llama", None, "head_dim", 0)],
 )
 def test_a_size_below_one_is_told(
     family: str, where: str | None, name: str, value: int, tmp_path: Path, said: Said

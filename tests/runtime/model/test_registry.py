@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import transformers
 from forked import Forks
+from tiny import run_convert
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from runtime.builder.convert import convert
 from runtime.util.errors import SpecDecError
 from scripts.tools import families
 
@@ -35,13 +35,13 @@ DOCUMENTED = dict(ROWS)
 RECORDED = families.recorded()
 
 
-@pytest.mark.one_in(32)
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize("model_type", sorted(CONFIG_MAPPING_NAMES))
 def test_every_config_is_taken_or_refused_in_a_sentence(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(default_config(model_type)))
     with pytest.raises(SpecDecError) as error:
-        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+        run_convert(tmp_path / "model", tmp_path / "out")
     said = f"{error.value.message}\n{error.value.hint}"
     assert said.count("\n") == 1 and not INNER_ERROR.search(said), said
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -54,8 +54,9 @@ SAMPLE = {
     "afmoe": "",  # experts beside a dense layer, a gate after attention, windows in every other layer
     "deepseek_v3": "",  # keys and values of low rank, heads of two widths, groups of experts
     "gemma3n_text": "",  # layers that share keys and values, inputs per layer
-    "fuyu": "",  # a language model inside, under a name of its own
-    "qwen2_5_vl": "",  # a language model inside that has no class of its own
+    "llava": "",  # a language model inside, of a class of its own
+    "fuyu": "",  # one under a name of its own
+    "qwen2_5_vl": "",  # one that has no class of its own
     "qwen3_vl_moe": "",  # one whose twin has a switch that it has not
     "jamba": "",  # a scan of each number of a state by itself, and layers that hand nothing on to it
     "jetmoe": "",  # linear layers of attention and of its feed-forward layer that a token chooses
@@ -70,7 +71,7 @@ SAMPLE = {
 }
 
 
-ALWAYS = ("qwen2_5_vl", "mllama", "moshi", "unlimited_ocr")  # `test_published.py` has a Gemma 4 E2B
+ALWAYS = ("llava", "qwen2_5_vl", "mllama", "moshi", "unlimited_ocr")
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
 """A model's directory may bring Python code (`auto_map`). It is never run, whatever is on standard input."""
 
 import io
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from sentences import Said
+from shared import edit_json
+from tiny import run_convert
 
-from runtime.builder.convert import convert
 from runtime.core.params import SamplingParams
 from runtime.llm import LLM
 from runtime.measure.evaluation.hugging_face import HuggingFace
@@ -35,16 +34,12 @@ def model_dir(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     directory = tmp_path / "model"
     shutil.copytree(llama_dir, directory)
     (directory / "own.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
-    edit(directory / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
+    edit_json(directory / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
     tokenizer = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
-    edit(directory / "tokenizer_config.json", **tokenizer)
+    edit_json(directory / "tokenizer_config.json", **tokenizer)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     return directory
-
-
-def edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.mark.parametrize("model_type", ["llama", None])
@@ -61,7 +56,7 @@ def test_tokenizers_code_is_refused_in_our_words(
 
 
 def test_models_code_is_not_run_where_transformers_has_its_own(model_dir: Path, tmp_path: Path) -> None:
-    checkpoint = convert(model_dir, tmp_path / "checkpoint", None, replace=False, progress=lambda done, total: None)
+    checkpoint = run_convert(model_dir, tmp_path / "checkpoint")
     config = parse_pretrained_config(checkpoint.pretrained_config, "config.json")
     model = load_model(ModelKind(config, torch.float32, "eager"), tmp_path / "checkpoint" / "rank0.safetensors")
     assert type(model).__name__ == "LlamaForCausalLM"
@@ -71,7 +66,7 @@ def test_models_code_is_not_run_where_transformers_has_its_own(model_dir: Path, 
 def test_comparison_with_transformers_runs_no_code(
     model_dir: Path, tmp_path: Path, llama_engine_dir: Path, said: Said
 ) -> None:
-    edit(model_dir / "config.json", model_type="alien")
+    edit_json(model_dir / "config.json", model_type="alien")
     with LLM(llama_engine_dir) as llm:
         question = Question(llm, llm.request_of(SamplingParams()))
         with pytest.raises(SpecDecError) as error:

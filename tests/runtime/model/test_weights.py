@@ -9,11 +9,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import FAMILIES, MIXTURES, eager_logits, make_model
+from tiny import FAMILIES, MIXTURES, eager_logits, make_model, run_convert
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from runtime.builder.convert import convert
 from runtime.model import weights as module
 from runtime.model.model import ModelKind, load_absent
 from runtime.model.weights import (
@@ -139,13 +138,13 @@ def test_a_model_computes_the_same_with_layers_that_are_there_while_they_are_cal
     torch.testing.assert_close(logits, eager_logits(original, [5, 6, 7]), rtol=0, atol=0)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "gpt-neox", "mixtral", "qwen2-moe", *MIXTURES])
 def test_a_converted_model_has_no_weight_that_is_made_of_others(family: str, tmp_path: Path) -> None:
     """Else it would have all of them in memory, and some twice."""
     original = make_model(family)
     original.save_pretrained(tmp_path / "model")
-    convert(tmp_path / "model", tmp_path / "checkpoint", None, replace=False, progress=lambda done, total: None)
+    run_convert(tmp_path / "model", tmp_path / "checkpoint")
     path = tmp_path / "checkpoint" / "rank0.safetensors"
     model = load_absent(ModelKind(original.config, torch.float32, "eager"), path)
     assert all(is_absent(parameter) for parameter in model.parameters())

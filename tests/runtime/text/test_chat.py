@@ -10,6 +10,7 @@ from byte_tokenizers import byte_level
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from llamacpp_tokens import write_byte_level
 from sentences import Said
+from shared import edit_json
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
@@ -28,10 +29,8 @@ TEMPLATES = [{"name": "tool_use", "template": "tools"}, {"name": "default", "tem
 @pytest.mark.parametrize("place", ["none", "inline", "list", "file", "processor", "files"])
 def test_a_template_is_found_where_transformers_finds_it(place: str, tmp_path: Path) -> None:
     byte_level().save_pretrained(tmp_path)
-    config = tmp_path / "tokenizer_config.json"
-    settings = json.loads(config.read_text())
     if place in ("inline", "list"):
-        config.write_text(json.dumps(settings | {"chat_template": TEMPLATE if place == "inline" else TEMPLATES}))
+        edit_json(tmp_path / "tokenizer_config.json", chat_template=TEMPLATE if place == "inline" else TEMPLATES)
     elif place == "file":
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     elif place == "files":
@@ -100,8 +99,7 @@ def test_template_that_no_conversation_can_have_is_told_before_and_when_it_is_us
     words: str, tmp_path: Path, said: Said
 ) -> None:
     byte_level().save_pretrained(tmp_path)
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": BROKEN[words]}))
+    edit_json(tmp_path / "tokenizer_config.json", chat_template=BROKEN[words])
     with pytest.raises(SpecDecError) as error:
         check_chat_template(tmp_path, str(tmp_path))
     said(error, *words.split("; "))

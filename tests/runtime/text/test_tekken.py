@@ -18,11 +18,7 @@ PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 SPECIAL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"]
 WORDS = [bytes([i]) for i in range(256)] + [b"th", b"the", b" d", b" do", b" dog"]
 NUM_SPECIAL = 10
-TEXTS = {
-    "the dog": [b"the", b" dog"],
-    "the théme": [b"the", b" ", b"th", b"\xc3", b"\xa9", b"m", b"e"],
-    "": [],
-}
+TEXTS = {"the dog": [b"the", b" dog"], "the théme": [b"the", b" ", b"th", b"\xc3", b"\xa9", b"m", b"e"], "": []}
 
 
 def write_tekken(directory: Path) -> Path:

@@ -13,15 +13,13 @@ from transformers import PreTrainedTokenizerFast
 from runtime.measure.text_steps import token_texts
 from runtime.text.text import StopWords, TextStream, decode, output_text, word_tokens
 
-TOKENIZERS = pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
 
-
-def generate(tokens: Sequence[int], prompt: list[int], stops: StopWords | None) -> tuple[list[int], bool]:
+def generate(tokens: Sequence[int], stops: StopWords | None) -> tuple[list[int], bool]:
     """The output, as the loop commits it: token by token up to the first that ends it."""
     output: list[int] = []
     for token in tokens:
         output.append(token)
-        if stops and stops([*prompt, *output], len(prompt)):
+        if stops and stops(output, 0):
             return output, True
     return output, False
 
@@ -32,26 +30,6 @@ def generate_by_brute_force(tokens: Sequence[int], stops: StopWords) -> tuple[li
         if any(word in text for word in stops.words):
             return list(tokens[:length]), True
     return list(tokens), False
-
-
-@settings(deadline=None, max_examples=examples(200))
-@given(any_byte_level_tokens(), any_byte_level_tokens(), words)
-def test_output_ends_where_its_text_first_holds_a_stop_word(
-    prompt: list[int], tokens: list[int], stop_words: list[str]
-) -> None:
-    stops = StopWords(tuple(stop_words), byte_level())
-    assert generate(tokens, prompt, stops) == generate_by_brute_force(tokens, stops)
-
-
-@TOKENIZERS
-@given(text=texts, stop_words=words)
-def test_stop_words_end_text_of_either_kind_of_tokenizer(
-    make_tokenizer: Callable[[], PreTrainedTokenizerFast], text: str, stop_words: list[str]
-) -> None:
-    tokenizer = make_tokenizer()
-    stops = StopWords(tuple(stop_words), tokenizer)
-    tokens = tokenizer(text)["input_ids"]
-    assert generate(tokens, tokenizer("ab")["input_ids"], stops) == generate_by_brute_force(tokens, stops)
 
 
 def stream(
@@ -65,22 +43,19 @@ def stream(
     return [*pieces, text_stream.next_piece(output, finished=True)]
 
 
-def assert_pieces_make_the_text(pieces: list[str], text: str | None) -> None:
-    """Together they are the text. So no piece shows part of a stop word, which the text does not hold."""
-    assert "".join(pieces) == text
-
-
-@TOKENIZERS
+@pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
 @settings(deadline=None, max_examples=examples(150))
 @given(text=texts, stop_words=words | st.none(), cuts=st.lists(st.integers(0, 60)))
 @example(text="baé", stop_words=["aé"], cuts=[2, 3, 4])
-def test_pieces_of_text_make_the_text(
+def test_an_output_ends_at_a_stop_word_and_its_pieces_make_the_text(
     make_tokenizer: Callable[[], PreTrainedTokenizerFast], text: str, stop_words: list[str] | None, cuts: list[int]
 ) -> None:
+    """No piece shows a part of a stop word, which the text does not hold."""
     tokenizer = make_tokenizer()
-    stops = StopWords(tuple(stop_words), tokenizer) if stop_words else None
-    output, _ = generate(tokenizer(text)["input_ids"], [], stops)
-    assert_pieces_make_the_text(stream(tokenizer, output, stops, cuts), output_text(tokenizer, output, stops))
+    tokens, stops = tokenizer(text)["input_ids"], StopWords(tuple(stop_words), tokenizer) if stop_words else None
+    output, is_stopped = generate(tokens, stops)
+    assert (output, is_stopped) == (generate_by_brute_force(tokens, stops) if stops else (tokens, False))
+    assert "".join(stream(tokenizer, output, stops, cuts)) == output_text(tokenizer, output, stops)
 
 
 def sentence_piece() -> PreTrainedTokenizerFast:
@@ -150,7 +125,7 @@ def test_a_stop_word_ends_an_output_after_its_least_tokens(
     """Brute force: the first word that ends behind the text of the least tokens; streamed text is the same."""
     tokenizer = byte_level()
     stops = StopWords(tuple(stop_words), tokenizer, least)
-    output, is_stopped = generate(tokens, [], stops)
+    output, is_stopped = generate(tokens, stops)
     assert len(output) > least or not is_stopped
     text = output_text(tokenizer, output, stops)
     assert "".join(stream(tokenizer, output, stops, cuts)) == text

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizers import backtracking, byte_fallback, byte_level, texts
+from byte_tokenizers import backtracking, byte_level, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged import logged
 from sentences import Said
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from shared import edit_json
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 
 from runtime.checkpoint.tokenizer import SAVED, SavedTokenizer, find_saved_tokenizer, save_tokenizer
@@ -24,14 +25,6 @@ from runtime.util.errors import SpecDecError
 
 STORIES_DIR = Path(__file__).parents[3] / "../shared/data/stories260k"
 DEMO_DIR = Path(__file__).parents[3] / "runtime/demo/target"
-
-
-def with_start() -> PreTrainedTokenizerFast:
-    """Puts `<s>` before a text, as Llama's do."""
-    tokenizer = byte_level()
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
@@ -52,12 +45,9 @@ def stored(tokenizer: Any, directory: Path) -> tuple[SavedTokenizer | None, Any]
     return find_saved_tokenizer(directory), own
 
 
-@pytest.fixture(scope="module", params=["byte-level", "byte-fallback", "with-start", "word-pieces", "demo", "stories"])
+@pytest.fixture(scope="module", params=["word-pieces", "demo", "stories"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[SavedTokenizer, Any]:
     kinds = {
-        "byte-level": byte_level,
-        "byte-fallback": byte_fallback,
-        "with-start": with_start,
         "word-pieces": word_pieces,
         "demo": lambda: AutoTokenizer.from_pretrained(DEMO_DIR),
         "stories": lambda: AutoTokenizer.from_pretrained(STORIES_DIR),
@@ -117,39 +107,21 @@ def test_an_engine_answers_without_transformers(llama_engine_dir: Path) -> None:
     assert out == f"{expected} False\n"
 
 
-PUBLISHED_ROPES: dict[str, dict[str, Any]] = {
-    "llama3": {
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
-    "longrope": {
-        "original_max_position_embeddings": 4096,
-        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-    },
-    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama3": {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 8192}},
     "nonsense": {"rope_scaling": "none", "num_attention_heads": -1, "torch_dtype": "float12"},
 }
 
 
 @pytest.mark.parametrize("names_class", [True, False], ids=["class", "no-class"])
-@pytest.mark.parametrize("rope", PUBLISHED_ROPES)
-def test_a_tokenizer_is_read_whatever_the_models_config_says(rope: str, names_class: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_tokenizer_is_read_whatever_the_models_config_says(config: str, names_class: bool, tmp_path: Path) -> None:
     byte_level().save_pretrained(tmp_path)
     expected = AutoTokenizer.from_pretrained(tmp_path)
     if not names_class:
-        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-        del settings["tokenizer_class"]
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    kind = "phi3" if rope == "longrope" else "llama"
-    found = load_tokenizer(tmp_path, {"model_type": kind, "vocab_size": 512} | PUBLISHED_ROPES[rope])
+        edit_json(tmp_path / "tokenizer_config.json", tokenizer_class=None)
+    found = load_tokenizer(tmp_path, {"model_type": "llama", "vocab_size": 512} | CONFIGS[config])
     assert found("the dog")["input_ids"] == expected("the dog")["input_ids"] != []
 
 
@@ -165,7 +137,7 @@ def test_a_real_tokenizer_beside_an_engines_config_is_opened_without_a_word(
     shutil.copytree(LLAMA3_DIR, tmp_path / "engine")
     (tmp_path / "engine" / "config.json").write_text('{"format_version": 8}')
     with logged("transformers") as messages:
-        found = load_tokenizer(tmp_path / "engine", {"model_type": "llama"} | PUBLISHED_ROPES["llama3"])
+        found = load_tokenizer(tmp_path / "engine", {"model_type": "llama"} | CONFIGS["llama3"])
     assert found("Hello world")["input_ids"] == [128000, 9906, 1917]
     assert messages == [] and len(recwarn) == 0
 

@@ -3,6 +3,7 @@
 One call, several, values of all types, no arguments, text around, escapes; read whole, and in pieces of any length.
 """
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -148,11 +149,10 @@ def parts(said: list[Said]) -> tuple[str, Calls]:
     return content, list(zip(names, arguments, strict=True))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", WRITERS)
-def test_calls_of_every_shape_are_read_whole_and_in_pieces(name: str, shape: str) -> None:
-    form, calls = form_of(name, TOOLS), SHAPES[shape]
-    for write in WRITERS[name]:
+def test_calls_of_every_shape_are_read_whole_and_in_pieces(name: str) -> None:
+    form = form_of(name, TOOLS)
+    for calls, write in itertools.product(SHAPES.values(), WRITERS[name]):
         text = form.special.marked(write(calls))
         whole = said_of(form, text)
         assert parts(whole) == ("", calls)

@@ -96,35 +96,27 @@ def test_output_that_would_replace_the_input_is_refused(output: str, tmp_path: P
     check_output_is_not_input(tmp_path / "other", tmp_path / "input")
 
 
-def test_read_json_names_the_file_and_the_fault(tmp_path: Path, said: Said) -> None:
+BAD_JSON: dict[str, bytes] = {
+    "cut": b'{"a": 1',
+    "bytes": b"\xff\xfe{}",
+    "list": b"[1]",
+    "lists": b"[" * 100_000,
+    "objects": b'{"a": ' * 50_000,
+    "digits": b'{"a": ' + b"9" * 5_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("kind", ["missing", *BAD_JSON])
+def test_json_that_cannot_be_read_is_one_error_that_names_its_file(kind: str, tmp_path: Path, said: Said) -> None:
     path = tmp_path / "config.json"
-    with pytest.raises(SpecDecError) as error:
-        read_json(path)
-    said(error, path)
-    path.write_text('{"a": 1')
-    with pytest.raises(SpecDecError) as error:
-        read_json(path)
-    said(error, f"`{path}`")
-    path.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(SpecDecError) as error:
-        read_json(path)
-    said(error, f"`{path}`")
-    path.write_text("[1]")
-    with pytest.raises(SpecDecError) as error:
-        read_json(path)
-    said(error, f"`{path}`", "list")
     write_json(path, {"a": [1, None, "ü"]})
     assert read_json(path) == {"a": [1, None, "ü"]}
-
-
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"a": ' * 50_000, '{"a": ' + "9" * 5_000 + "}"], ids=["lists", "objects", "digits"]
-)
-def test_json_that_python_cannot_hold_is_one_error(text: str, tmp_path: Path, said: Said) -> None:
-    (tmp_path / "config.json").write_text(text)
+    path.unlink()
+    if kind in BAD_JSON:
+        path.write_bytes(BAD_JSON[kind])
     with pytest.raises(SpecDecError) as error:
-        read_json(tmp_path / "config.json")
-    said(error)
+        read_json(path)
+    said(error, path, *["list"] * (kind == "list"))
 
 
 def replace_until(event: str, output: Path) -> None:

@@ -57,9 +57,10 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(parent: Path) ->
 
 def test_link_in_its_place_is_not_followed(parent: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "photo").touch()
     (parent / "specdec.work.0123").symlink_to(tmp_path / "precious")
     temporary_dir()
-    assert (tmp_path / "precious").is_dir()
+    assert (tmp_path / "precious" / "photo").is_file()
 
 
 def test_parent_in_which_others_may_replace_files_is_refused(parent: Path, said: Said) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from strength import draws
 
 from runtime.util.tensor_file import read_header, read_metadata
 
@@ -72,21 +73,23 @@ def check_same(path: Path, contents: Iterator[bytes]) -> int:
 
 def test_files_that_are_cut_or_longer_are_refused_as_by_safetensors(path: Path) -> None:
     data = path.read_bytes()
-    assert check_same(path, (data[:size] for size in range(len(data)))) == len(data)
+    sizes = range(0, len(data), draws(1, 3))
+    assert check_same(path, (data[:size] for size in sizes)) == len(sizes)
     assert check_same(path, (data + bytes(size) for size in (1, 7, 8, 5000))) == 4
 
 
-def test_every_flipped_bit_is_read_as_by_safetensors(path: Path) -> None:
+def test_flipped_bits_are_read_as_by_safetensors(path: Path) -> None:
+    """Every bit of the header with `--slow`, else one or two of each byte."""
     data = path.read_bytes()
-    header_bits = 8 * (8 + int.from_bytes(data[:8], "little"))
+    bits = range(0, 8 * (8 + int.from_bytes(data[:8], "little")), draws(1, 5))
 
     def flipped() -> Iterator[bytes]:
-        for bit in range(header_bits):
+        for bit in bits:
             changed = bytearray(data)
             changed[bit // 8] ^= 1 << bit % 8
             yield bytes(changed)
 
-    assert header_bits // 2 < check_same(path, flipped()) < header_bits  # names and metadata may be others
+    assert len(bits) // 2 < check_same(path, flipped()) < len(bits)  # names and metadata may be others
 
 
 def test_bytes_put_at_random_are_read_as_by_safetensors(path: Path) -> None:
@@ -94,11 +97,11 @@ def test_bytes_put_at_random_are_read_as_by_safetensors(path: Path) -> None:
     header_end = 8 + int.from_bytes(data[:8], "little")
 
     def changed() -> Iterator[bytes]:
-        for _ in range(1000):
+        for _ in range(draws(1000, 300)):
             start = rng.randrange(8, header_end)
             yield data[:start] + rng.choice(b'0123456789"[]{},:-. eE\\').to_bytes() + data[start + 1 :]
 
-    assert check_same(path, changed()) > 500
+    assert check_same(path, changed()) > draws(500, 150)
 
 
 def file_of(header: object, num_bytes: int) -> bytes:

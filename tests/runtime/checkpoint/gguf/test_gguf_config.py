@@ -88,15 +88,6 @@ def test_value_that_nothing_can_be_computed_of_is_refused(words: str, edit: Edit
     said(error, *words.split("; "))
 
 
-@pytest.mark.parametrize("key", ["embedding_length"])
-def test_value_that_is_missing_is_named(key: str, tmp_path: Path) -> None:
-    def write(writer: gguf.GGUFWriter) -> None:
-        del writer.kv_data[0][f"llama.{key}"]
-
-    with pytest.raises(SpecDecError, match=rf"lacks a value of its model: llama\.{key}"):
-        config_of(write_file(tmp_path / "model.gguf", 4, write))
-
-
 def without(name: str) -> Edit:
     return lambda writer: writer.tensors[0].pop(name)
 

@@ -1,16 +1,10 @@
-"""The tokenizers of GGUF files give llama.cpp's tokens: by each pre-tokenizer, and with published vocabularies."""
+"""The tokenizers of GGUF files give llama.cpp's tokens: by each pre-tokenizer."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from llamacpp_tokens import (
-    Edit,
-    data,
-    write_byte_level,
-    write_gemma_4,
-    write_sentencepiece,
-)
+from llamacpp_tokens import Edit, data, write_byte_level, write_gemma_4, write_sentencepiece
 from sentences import Said
 from tokenizers import pre_tokenizers
 
@@ -24,9 +18,6 @@ SMALL = {"spaced": None, "unspaced": False}
 
 def of_llamacpp(name: str) -> list[list[int]]:
     """The tokens of each text."""
-    if name in data()["real"]:
-        found: list[list[int]] = data()["real"][name]
-        return found
     return [next(one["ids"] for one in answers if name in one["of"]) for answers in data()["ids"]]
 
 
@@ -39,6 +30,7 @@ def assert_same_tokens(tokenizer: Any, name: str) -> None:
     assert not wrong, (len(wrong), wrong[:2])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
 def test_pre_tokenizer_splits_as_llamacpp_does(name: str, tmp_path: Path) -> None:
     assert_same_tokens(make_gguf_tokenizer(write_byte_level(tmp_path / "model.gguf", name)), name)
@@ -121,11 +113,7 @@ def test_special_tokens_of_phi_3_take_the_white_space_after_them(
 REFUSED: list[tuple[str, Edit, str]] = [
     ("smollm9", lambda w: None, "`smollm9`"),
     ("gpt-2", lambda w: w.add_array("tokenizer.ggml.suppress_tokens", [1, 2]), "`tokenizer.ggml.suppress_tokens`"),
-    (
-        "gpt-2",
-        lambda w: w.add_string("tokenizer.ggml.add_bos_token", "yes"),
-        "`tokenizer.ggml.add_bos_token`",
-    ),
+    ("gpt-2", lambda w: w.add_string("tokenizer.ggml.add_bos_token", "yes"), "`tokenizer.ggml.add_bos_token`"),
 ]
 
 
@@ -146,20 +134,10 @@ def test_file_without_a_pre_tokenizer_is_told_of_and_read_as_by_llamacpp(tmp_pat
     assert_same_tokens(tokenizer, "default")
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("a\n{% for m in messages %}{{ m.content", "2"),
-        ("{{ messages[0].content | frobnicate }}", "1; 'frobnicate"),
-        ("{{ messages[0].foo.bar }}", "'foo'"),
-    ],
-)
-def test_broken_template_is_one_error_when_a_chat_is_wanted(
-    template: str, message: str, tmp_path: Path, said: Said
-) -> None:
+def test_broken_template_is_one_error_when_a_chat_is_wanted(tmp_path: Path, said: Said) -> None:
+    template = "a\n{% for m in messages %}{{ m.content"
     path = write_byte_level(tmp_path / "model.gguf", "smollm", lambda writer: writer.add_chat_template(template))
     make_gguf_tokenizer(path).save_pretrained(tmp_path / "saved")  # which needs no template
-    chat = ChatTemplate(tmp_path / "saved", {"model_type": "llama"})
     with pytest.raises(SpecDecError) as error:
-        chat.render([{"role": "user", "content": "a"}])
-    said(error, *message.split("; "))
+        ChatTemplate(tmp_path / "saved", {"model_type": "llama"}).render([{"role": "user", "content": "a"}])
+    said(error, "2")

@@ -1,6 +1,5 @@
 """Quantized models that are damaged, foreign or of formats that are not read: one error each, nothing is written."""
 
-import json
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -26,10 +25,10 @@ from quantized import (
 )
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import make_model
+from shared import edit_json
+from tiny import make_model, run_convert
 from torch import Tensor
 
-from runtime.builder.convert import convert
 from runtime.checkpoint.resolve import resolve_model
 from runtime.util.errors import SpecDecError
 from runtime.util.tensor_file import read_metadata
@@ -53,10 +52,7 @@ def edit_tensors(model_dir: Path, edit: Callable[[dict[str, Tensor]], Any]) -> N
 
 
 def edit_quantization(model_dir: Path, **settings: Any) -> None:
-    path = model_dir / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] |= settings
-    path.write_text(json.dumps(config))
+    edit_json(model_dir / "config.json", **{f"quantization_config__{name}": value for name, value in settings.items()})
 
 
 def replace(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
@@ -171,7 +167,7 @@ def test_damaged_quantized_model_is_one_error(
 def refuse(model: Path, tmp_path: Path, said: Said, *values: str, **settings: Any) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(SpecDecError) as error:
-        convert(model, tmp_path / "out", None, replace=False, progress=lambda done, total: None, **settings)
+        run_convert(model, tmp_path / "out", **settings)
     said(error, *values)
     assert error.value.hint and "\n" not in error.value.message
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -216,8 +212,7 @@ UNREAD = [
 @pytest.mark.parametrize(("settings", "message"), UNREAD, ids=[message for _, message in UNREAD])
 def test_format_that_is_not_read_is_named(settings: dict[str, Any], message: str, tmp_path: Path, said: Said) -> None:
     small_model().save_pretrained(tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    edit_json(tmp_path / "model" / "config.json", quantization_config=settings)
     refuse(tmp_path / "model", tmp_path, said, *message.split("; "))
 
 
@@ -233,10 +228,7 @@ UNSAID: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_quantized_weights_that_no_config_speaks_of_are_named(kind: str, tmp_path: Path, said: Said) -> None:
     save, part = UNSAID[kind]
     save(tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    del config["quantization_config"]
-    path.write_text(json.dumps(config))
+    edit_json(tmp_path / "model" / "config.json", quantization_config=None)
     refuse(tmp_path / "model", tmp_path, said, kind, "`quantization_config`", f"model.layers.0.mlp.down_proj.{part}")
 
 
@@ -341,7 +333,7 @@ def test_gguf_tensor_of_another_shape_is_named_as_in_the_file(name: str, kind: Q
     path = tmp_path / "model.gguf"
     save_gguf(path, kind, edit=halve)
     with pytest.raises(SpecDecError) as error:
-        convert(path, tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+        run_convert(path, tmp_path / "out")
     said(error, name, "metadata", path)
     assert "config.json" not in error.value.message
 
@@ -383,6 +375,3 @@ def test_gguf_type_that_is_not_read_is_named(tmp_path: Path, said: Said) -> None
 
 def _iq2_xxs() -> Any:
     return np.zeros((4, 66), dtype=np.uint8)
-
-
-# A byte that is flipped

@@ -27,12 +27,11 @@ from quantized import (
 )
 from safetensors.torch import load_file
 from sentences import Said
-from tiny import VOCAB_SIZE, hf_greedy, make_model
+from tiny import VOCAB_SIZE, hf_greedy, make_model, run_convert
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from runtime.builder.convert import convert
-from runtime.checkpoint.config import CheckpointConfig, QuantConfig
+from runtime.checkpoint.config import QuantConfig
 from runtime.checkpoint.gguf.config import config_of
 from runtime.checkpoint.quant.weight import take_quantized
 from runtime.checkpoint.resolve import resolve_model
@@ -41,10 +40,6 @@ from runtime.text.text import load_tokenizer
 from runtime.util.errors import SpecDecError
 from scripts.tools import families
 from specdec_cli import LLM, NgramDrafter, SamplingParams
-
-
-def run_convert(model: Path, output_dir: Path, dtype: Any = None, **settings: Any) -> CheckpointConfig:
-    return convert(model, output_dir, dtype, replace=False, progress=lambda done, total: None, **settings)
 
 
 def assert_same_numbers(checkpoint_dir: Path, meant: Meant) -> None:
@@ -94,10 +89,16 @@ COMPRESSED: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
 @pytest.mark.parametrize(
-    ("layout", "weights", "algorithm"), [case[1:] for case in COMPRESSED], ids=[case[0] for case in COMPRESSED]
+    ("layout", "weights", "algorithm", "dtype"),
+    [
+        pytest.param(*case, dtype, id=f"{name} {dtype}", marks=() if i % 3 == j else pytest.mark.slow)
+        for i, (name, *case) in enumerate(COMPRESSED)
+        for j, dtype in enumerate(DTYPES)
+    ],
 )
 def test_compressed_tensors_mean_what_the_library_says(
     layout: str, weights: dict[str, Any], algorithm: str, dtype: torch.dtype, tmp_path: Path
@@ -248,14 +249,12 @@ GGUF_CASES = [("llama", kind) for kind in KINDS] + [
 GGUF_CASES += [(family, Q.F16) for family in GGUF_FAMILIES if family != "gemma3"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 @pytest.mark.parametrize(("architecture", "kind"), GGUF_CASES, ids=[f"{name} {kind.name}" for name, kind in GGUF_CASES])
 def test_gguf_means_what_its_package_says(kind: Q, architecture: str, tmp_path: Path) -> None:
     meant = save_gguf(tmp_path / "model.gguf", kind, architecture=architecture)
-    config = convert(
-        tmp_path / "model.gguf", tmp_path / "out", "float32", replace=False, progress=lambda done, total: None
-    )
+    config = run_convert(tmp_path / "model.gguf", tmp_path / "out", "float32")
     tensors = load_file(tmp_path / "out" / "rank0.safetensors")
     weights = take_quantized(tensors)
     found = tensors | {f"{name}.weight": weight.dequantize() for name, weight in weights.items()}
@@ -365,23 +364,25 @@ def test_quantization_is_not_repeated(tmp_path: Path, said: Said) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
-@pytest.mark.parametrize("kind", [Q.Q4_K, Q.MXFP4, Q.F16], ids=lambda kind: kind.name)
-def test_experts_of_a_gguf_stay_in_few_bits(kind: Q, tmp_path: Path) -> None:
-    """Gates and the others lie in tensors of their own; the model has them as one, expert by expert."""
-    meant = save_gguf(tmp_path / "model.gguf", kind, architecture="qwen3moe")
+@pytest.mark.parametrize(("kind", "up_kind"), [(Q.Q4_K, None), (Q.Q4_K, Q.Q8_0), (Q.MXFP4, None), (Q.F16, None)])
+def test_experts_of_a_gguf_stay_in_few_bits(kind: Q, up_kind: Q | None, tmp_path: Path) -> None:
+    """Gates and the others lie in tensors of their own; the model has them as one, expert by expert. Of two types they
+    are numbers."""
+    meant = save_gguf(tmp_path / "model.gguf", kind, architecture="qwen3moe", up_kind=up_kind)
     config = run_convert(tmp_path / "model.gguf", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "rank0.safetensors")
     weights = take_quantized(tensors)
     experts = {name: values for name, values in meant.items() if ".experts." in name}
     assert len(experts) == 2
+    kept = {name for name in experts if kind != Q.F16 and not (up_kind and "gate_up" in name)}
     for name, values in experts.items():
-        if kind == Q.F16:  # beside embeddings in 8 bits
-            assert torch.equal(tensors[name], values.bfloat16())
-        else:
+        if name in kept:
             assert torch.equal(weights[name].dequantize().view(values.shape), values), name
-    assert {name for name in experts if name in weights} == (set() if kind == Q.F16 else set(experts))
+        else:  # beside embeddings in 8 bits
+            assert torch.equal(tensors[name], values.bfloat16())
+    assert experts.keys() & weights.keys() == kept
     assert (config.quantization is not None) == (kind != Q.F16)
-    if kind in (Q.F16, Q.MXFP4):
+    if kind != Q.Q4_K or up_kind:
         return
     model = gguf_model("qwen3moe")
     model.load_state_dict(meant, strict=False)

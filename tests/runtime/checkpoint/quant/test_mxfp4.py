@@ -1,6 +1,5 @@
 """Experts in MXFP4 are read as transformers reads them, number by number, and what is damaged is one error."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,12 @@ import torch
 from published import quantize_experts_to_mxfp4
 from safetensors.torch import load_file, save_file
 from sentences import Said
-from tiny import hf_greedy, make_model
+from shared import edit_json
+from tiny import hf_greedy, make_model, run_convert
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from runtime.builder.convert import convert
 from runtime.checkpoint.config import Activations
 from runtime.checkpoint.quant.mxfp4 import codes_of, dequantize
 from runtime.checkpoint.quant.weight import from_integers, take_quantized
@@ -40,14 +39,13 @@ def test_every_number_is_transformers() -> None:
 def save_quantized(directory: Path) -> None:
     make_model("gpt-oss", intermediate_size=64).bfloat16().save_pretrained(directory)
     quantize_experts_to_mxfp4(directory)
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (directory / "config.json").write_text(json.dumps(config))
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    edit_json(directory / "config.json", quantization_config=quantization)
 
 
 def test_a_checkpoint_has_the_numbers_in_the_bits_of_the_file(tmp_path: Path) -> None:
     save_quantized(tmp_path / "model")
-    checkpoint = convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda *_: None)
+    checkpoint = run_convert(tmp_path / "model", tmp_path / "out")
     assert checkpoint.quantization is not None and checkpoint.quantization.quant_algo == "W4A16_MXFP4"
     written = load_file(tmp_path / "out" / "rank0.safetensors")
     assert written[f"{EXPERTS}.weight_book"].tolist()[:8] == [0, 1, 2, 3, 4, 6, 8, 12]
@@ -124,6 +122,6 @@ def test_damaged_blocks_are_one_error(values: str, tmp_path: Path, said: Said) -
     DAMAGES[values](tensors)
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(SpecDecError) as error:
-        convert(tmp_path / "model", tmp_path / "out", None, replace=False, progress=lambda done, total: None)
+        run_convert(tmp_path / "model", tmp_path / "out")
     said(error, *values.split("; "))
     assert not (tmp_path / "out").exists()
