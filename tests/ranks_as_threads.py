@@ -15,7 +15,7 @@ from runtime.checkpoint.config import EngineConfig, LogitsCheck
 from runtime.core.kv_cache import KVPool
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.engine.load import current_environment
-from runtime.kernels.groups import RankGroup, Rendezvous, Way, join, join_by_number
+from runtime.kernels.groups import RankGroup, Rendezvous, Way, join
 from runtime.model.attention import KERNEL, PAGED
 from runtime.model.model import ModelKind, Step, load_model, probe_config, split_config
 from runtime.model.pretrained import parse_pretrained_config
@@ -30,8 +30,10 @@ class Threads:
 
     def __init__(self, way: Way, tp_size: int) -> None:
         self._meeting = Rendezvous(way, tp_size)
-        self._groups: list[RankGroup] = [join(self._meeting, 0, tp_size)]
-        self._groups += [join_by_number(way, self._meeting.number, rank, tp_size) for rank in range(1, tp_size)]
+        number, store = self._meeting.number, self._meeting.store
+        self._groups: list[RankGroup] = [
+            join(way, number, rank, tp_size, None if rank else store) for rank in range(tp_size)
+        ]
         self._threads = [ThreadPoolExecutor(1) for _ in range(tp_size)]
         self.do(lambda rank: self._groups[rank].use())
 

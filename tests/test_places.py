@@ -1,4 +1,6 @@
-"""A change has one place: a lookup and a trained head are added to a copy of the tree, and are everywhere."""
+"""A change has one place: a lookup, a trained head and a request's field are added to a copy of the tree, and are
+everywhere.
+"""
 
 import json
 import shutil
@@ -10,9 +12,9 @@ import pytest
 from waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
-MOST_FILES, MOST_FILES_OF_HEAD = 5, 8
+MOST_FILES, MOST_FILES_OF_HEAD, MOST_FILES_OF_FIELD = 5, 8, 4
 """The spec, the algorithm, its test, its page of documentation, the changelog; of a head its kind, its loader and its
-row in the table of losslessness too.
+row in the table of losslessness too; of a field its description and its effect, beside documentation and changelog.
 """
 
 SPEC = '''
@@ -125,6 +127,25 @@ EDITS = {  # by file: (before, what follows it from now on, or stands in its pla
          "from runtime.drafters.heads.mtp_head"),
     ],
 }  # fmt: skip
+FIELD = """    even_ids: Annotated[
+        bool,
+        RequestField("True: only even ids can be chosen.", in_all("even_ids"), "mask", neutral=(False,),
+                     flag=Flag("Choose even ids only.")),
+    ] = False  # fmt: skip
+"""
+EDITS_OF_FIELD = {
+    "runtime/core/params.py": [
+        ("    thinking_token_budget: Annotated[\n", FIELD + "    thinking_token_budget: Annotated[\n"),
+        ("    thinking_token_budget: int | None = None\n",
+         "    thinking_token_budget: int | None = None\n    even_ids: bool = False\n"),
+    ],
+    "runtime/core/sampling.py": [
+        ("        self.is_all = self._allowed is None and", "        self._even = params.even_ids\n"
+         "        self.is_all = not self._even and self._allowed is None and"),
+        ("        before = float(logits.max())\n",
+         "        before = float(logits.max())\n        if self._even:\n            logits[1::2] = -math.inf\n"),
+    ],
+}  # fmt: skip
 # Help and errors about the added drafter, from a process that imports the copied tree. A drafter in another package,
 # whose tokens are tested, runs the same code: `tests/runtime/drafters/test_plugins.py`.
 USE = """
@@ -162,6 +183,16 @@ from runtime.drafters.heads.head_model import load_head
 found["loaded"] = type(load_head(read_head("steady"), None, torch.float32)).__name__
 heads = {name: spec for name, spec in DRAFTERS.items() if spec.reads_states}
 found["reads"] = [name for name, spec in heads.items() if spec.reads("steady")]
+from commands.output.documents.settings import Sampling
+from commands.serve.protocol.schema import ChatRequest, MessagesRequest, refused_field
+from runtime.core.params import SamplingParams
+from runtime.core.sampling import Sampler
+sampler = Sampler(SamplingParams(temperature=0, even_ids=True).config(), (5, 6))
+found["field"] = [
+    "even_ids" in ChatRequest.model_fields, refused_field({"even_ids": True}, MessagesRequest),
+    "even_ids" in Sampling.model_fields, int(sampler.legal([5, 6], [], torch.arange(8.0)[None]).argmax()),
+]
+found["flag"] = specdec("run", "--help-all")
 print(json.dumps(found))
 """
 
@@ -182,7 +213,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     specs.write_text(text)
     (copy / "runtime/drafters/echo.py").write_text(ALGORITHM)
     (copy / "runtime/drafters/heads/steady.py").write_text(HEAD)
-    for name, edits in EDITS.items():
+    for name, edits in [*EDITS.items(), *EDITS_OF_FIELD.items()]:
         text = (copy / name).read_text()
         for old, new in edits:
             assert text.count(old) == 1, (name, old)
@@ -193,9 +224,10 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@pytest.mark.slow
 def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path) -> None:
-    """It is in `run` of both modes, `serve`, `summarize`, schemas and Python. A head is recognized by its files."""
+    """It is in `run` of both modes, `serve`, `summarize`, schemas and Python. A head is recognized by its files. A
+    request's field is a flag, in bodies, refused elsewhere, recorded and obeyed.
+    """
     changed = [
         path
         for package in ("specdec_cli", "commands", "runtime", "scripts", "tests")
@@ -205,8 +237,11 @@ def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path) -> None:
         or path.read_bytes() != (ROOT / path.relative_to(tree)).read_bytes()
     ]
     of_head = {str(tree / name) for name in (*EDITS, "runtime/drafters/heads/steady.py")}
-    others = {str(path) for path in changed} - of_head
+    of_field = {str(tree / name) for name in EDITS_OF_FIELD}
+    others = {str(path) for path in changed} - of_head - of_field
     assert len(others) + len(("specs.py", "test", "documentation", "changelog")) <= MOST_FILES, others
+    assert of_field < {str(path) for path in changed}
+    assert len(of_field) + len(("documentation", "changelog")) <= MOST_FILES_OF_FIELD
     assert len(of_head) + len(("test", "documentation", "losslessness", "changelog")) <= MOST_FILES_OF_HEAD
     done = subprocess.run([sys.executable, "-c", USE], cwd=tree, capture_output=True, encoding="utf-8", timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -219,4 +254,5 @@ def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path) -> None:
     assert "echo_config" in found["schema"][1] and found["serve"]
     assert found["head"][0] == 1 and "nowhere" in found["head"][1] and found["reads"] == ["steady"], found["head"]
     assert found["loaded"] == "SteadyHead"
+    assert found["field"] == [True, "even_ids", True, 6] and "--even-ids" in found["flag"][1]
     assert found["python"] == ["echo 1", "Echo"]

@@ -33,6 +33,7 @@ from runtime.checkpoint.checksums import NOT_RECORDED
 from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.checkpoint.tokenizer import TOKENIZER_FILES, template_files
+from runtime.core.stats import sum_stats
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import AnswerDrafter
 from runtime.drafters.speculation import Speculation
@@ -46,6 +47,11 @@ from runtime.util.errors import SpecDecError, UsageError
 _MAX_QUEUE_LEN = 1 << 14
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 _OF_STREAMS = ("stream", "return_token_kinds")
+_ROUTES: dict[str, tuple[Any, Any, Any]] = {
+    "/v1/completions": (CompletionRequest, ask_completion, CompletionReply),
+    "/v1/chat/completions": (ChatRequest, ask_chat, ChatReply),
+}
+"""Routes: each with the class of its body, the function that makes requests from it, and the class of its answer."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A request's line in the file of results, and the counts of the work that the answer took."""
+    """A request's line in the file of results, without its line feed, and the costs of the answer. `worker` is empty
+    for this process.
+    """
 
     id: str
     line: bytes
@@ -77,7 +85,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Pending:
-    """A request that is being answered."""
+    """A request that is being answered; `num_left` of its answers have not ended."""
 
     request: BatchRequest
     body: Generation
@@ -99,7 +107,7 @@ class BatchModel:
         with_receipts: bool = False,
     ) -> None:
         check_can_serve(llm)
-        llm.fingerprint  # noqa: B018  # it is kept: every result has it
+        llm.fingerprint  # noqa: B018  # kept: every result has it
         if defaults.thinking_token_budget is not None:
             llm.thinking  # noqa: B018  # or why there is none
         self._with_receipts = with_receipts
@@ -115,7 +123,7 @@ class BatchModel:
 
     @property
     def window(self) -> int:
-        """Number of requests that keep the batch full."""
+        """Number of requests on their way that keep the batch full: twice the batch size."""
         return 2 * self._served.llm.engine.max_batch_size
 
     @property
@@ -166,26 +174,23 @@ class BatchModel:
             return NotAnswered(pending.request.id, error.message)
         if error is not None:
             return _failed(pending.request, FieldNames(pending.body.field_names).told(error))
-        reply = self._reply(pending).document()
-        reply |= {"id": f"{reply['id'].partition('-')[0]}-{pending.request.id.rpartition('_')[2]}", "created": 0}
+        request = pending.request
+        write = _ROUTES[request.url][2](self._served, pending.body, pending.answers, self._texts, request.custom_id)
+        reply = write.document()
+        reply |= {"id": f"{reply['id'].partition('-')[0]}-{request.id.rpartition('_')[2]}", "created": 0}
         reply["usage"] = {name: reply["usage"][name] for name in _USAGE}
-        del reply["metrics"], reply["system_fingerprint"]  # of this machine; with receipts they name it
-        line = result_line(pending.request, 200, reply, None)
-        return Outcome(pending.request.id, line, _counts(pending.answers))
+        del reply["metrics"], reply["system_fingerprint"]  # they differ from machine to machine; receipts may name it
+        return Outcome(request.id, result_line(request, 200, reply, None), _counts(pending.answers))
 
     def _ask(self, request: BatchRequest) -> tuple[Generation, list[ServeRequest]]:
         if request.method != "POST":
             raise HTTPError(405, f"{request.method} {request.url}: Method Not Allowed")
-        if request.url == "/v1/completions":
-            completion = self._completed(validate_body(request.body, CompletionRequest), request)
-            with fields_named(FieldNames(completion.field_names)):
-                return completion, ask_completion(self._served, completion)
-        if request.url == "/v1/chat/completions":
-            chat = self._completed(validate_body(request.body, ChatRequest), request)
-            with fields_named(FieldNames(chat.field_names)):
-                return chat, ask_chat(self._served, chat)
-        what = f"{request.method} {request.url[:200]}: Not Found; a batch has /v1/completions and /v1/chat/completions"
-        raise HTTPError(404, what)
+        if request.url not in _ROUTES:
+            raise HTTPError(404, f"POST {request.url[:200]}: Not Found; a batch has {' and '.join(_ROUTES)}")
+        model, ask, _ = _ROUTES[request.url]
+        body = self._completed(validate_body(request.body, model), request)
+        with fields_named(FieldNames(body.field_names)):
+            return body, ask(self._served, body)
 
     def _completed(self, body: Any, request: BatchRequest) -> Any:
         """The body, with the number of tokens and the seed filled in if the client left them out."""
@@ -201,13 +206,6 @@ class BatchModel:
         if self._with_receipts:
             changes["receipt"] = True
         return body.model_copy(update=changes)
-
-    def _reply(self, pending: Pending) -> CompletionReply | ChatReply:
-        name = pending.request.custom_id
-        if isinstance(pending.body, CompletionRequest):
-            return CompletionReply(self._served, pending.body, pending.answers, self._texts, name)
-        assert isinstance(pending.body, ChatRequest)
-        return ChatReply(self._served, pending.body, pending.answers, self._texts, name)
 
 
 class OwnCrew:
@@ -244,12 +242,12 @@ def seed_of(custom_id: str, random_seed: int) -> int:
 
 
 def failed_outcome(request: BatchRequest, failure: str) -> Outcome:
-    """The outcome of a request that fails every time, also when it is answered alone."""
+    """The outcome of a request that failed alone."""
     return _failed(request, HTTPError(500, failure, code="internal_error"))
 
 
 def result_line(request: BatchRequest, status: int, body: dict[str, Any], error: dict[str, Any] | None) -> bytes:
-    """OpenAI's form of a result. An error stands in the body too, as a server would have sent it."""
+    """A result in OpenAI's form. An error stands in the body too, as a server would have sent it."""
     response = {"status_code": status, "request_id": request.id.removeprefix("batch_"), "body": body}
     line = {"id": request.id, "custom_id": request.custom_id, "response": response, "error": error}
     return json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
@@ -261,14 +259,14 @@ def _failed(request: BatchRequest, error: HTTPError) -> Outcome:
 
 
 def _counts(answers: list[RequestHandle]) -> Counts:
-    all_stats = [answer.sequence.stats for answer in answers]
+    stats = sum_stats(answer.sequence.stats for answer in answers)
     return Counts(
         sum(len(answer.request.prompt_tokens) for answer in answers),
-        sum(stats.num_generated_tokens for stats in all_stats),
-        sum(stats.num_steps for stats in all_stats),
-        sum(stats.num_spec_steps for stats in all_stats),
-        sum(stats.num_draft_tokens for stats in all_stats),
-        sum(stats.num_accepted_draft_tokens for stats in all_stats),
+        stats.num_generated_tokens,
+        stats.num_steps,
+        stats.num_spec_steps,
+        stats.num_draft_tokens,
+        stats.num_accepted_draft_tokens,
     )
 
 
@@ -307,8 +305,8 @@ class Job:
 
     @property
     def draft_len_mode(self) -> DraftLenMode:
-        """The draft length mode that was asked for; without a request, automatic where automatic lengths cannot change
-        results.
+        """The draft length mode that was asked for. If none was, the default of leader mode for an engine that has step
+        costs, else `fixed`.
         """
         speculation = self.choice.speculation
         if speculation.draft_len_mode is None and read_bundle(self.choice.engine_dir).has_costs:
@@ -333,7 +331,7 @@ class Job:
 
 
 def model_digest(engine_dir: Path, tokenizer_dir: Path | None) -> str:
-    """Digest of the model, its build settings and its tokenizer: the same for engines of all processors."""
+    """Digest of the model, its build settings and its tokenizer; engines for different processors have the same."""
     config = read_bundle(engine_dir).config
     tokenizer = engine_dir if tokenizer_dir is None else resolve_tokenizer(tokenizer_dir)
     files = [tokenizer] if is_gguf(tokenizer) else [tokenizer / name for name in TOKENIZER_FILES]
@@ -359,4 +357,4 @@ def check_same_everywhere(speculation: Speculation) -> None:
 
 
 def _is_part(path: Path) -> bool:
-    return path.is_file() and path.name != "config.json"  # which records when an engine was built, and where
+    return path.is_file() and path.name != "config.json"  # an engine's has the time and place of its build

@@ -1,4 +1,4 @@
-"""`specdec batch`, its flags: a file of requests becomes a file of results, however often it is interrupted."""
+"""`specdec batch`: its flags, and the checks that need no torch."""
 
 from dataclasses import dataclass, field
 from typing import Annotated

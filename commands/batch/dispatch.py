@@ -1,8 +1,8 @@
 """Dispatch of requests to workers of any kind: each worker gets enough requests to stay busy, and no request suffers
 from another request's fault.
 
-A request that was in a failed step, or in a worker that died, is retried. If that happens repeatedly it is retried
-alone, and if it fails alone, that failure is its result.
+A request that was in a failed step is retried alone. A request whose worker died is retried twice among others, and
+then alone. If a request fails alone, that failure is its result.
 """
 
 from collections import Counter, deque
@@ -15,6 +15,7 @@ from runtime.proof.records import Fingerprint, differences
 from runtime.util.errors import SpecDecError
 
 _MAX_LOST = 2
+"""Deaths of workers after which a request is still retried among others."""
 
 
 class Identified(Protocol):
@@ -49,7 +50,7 @@ class Crew(Protocol[_Asked, _Answered]):
     def send(self, request: _Asked) -> None: ...
 
     def receive(self) -> Iterable[_Answered | NotAnswered]:
-        """Wait for an event; returns the outcome that arrived, if any. SpecDecError if no worker is left."""
+        """Wait for an event; returns the outcomes that have come, perhaps none. SpecDecError if no worker is left."""
         ...
 
 
@@ -91,8 +92,8 @@ class _Waiting(Generic[Request]):
         return bool(self._next or self._again or self._suspects)
 
     def next(self, *, is_idle: bool) -> Request | None:
-        """The next request to send. While there are suspects (requests whose step or worker failed repeatedly), None
-        until no worker is busy, and then a single suspect.
+        """The next request to send. While there are suspects (requests whose step failed, or whose workers died three
+        times), None until no worker is busy, and then a single suspect.
         """
         if (self._suspects or self._alone is not None) and not is_idle:
             return None
@@ -115,8 +116,8 @@ class _Waiting(Generic[Request]):
 
 
 def check_same_bits(worker: str, theirs: Fingerprint, ours: Fingerprint, *, allow_mixed: bool) -> None:
-    """SpecDecError for a worker whose engine gives other bits than the first worker's; with `allow_mixed`, a warning. A
-    result would depend on which of the two made it.
+    """SpecDecError for a worker whose engine gives other bits than the first worker's, so that a result would depend on
+    the worker that made it; with `allow_mixed`, a warning.
     """
     if theirs.logits == ours.logits:
         return

@@ -37,7 +37,7 @@ class BatchFiles:
     receipts: Receipts = None
 
     def check(self) -> None:
-        """SpecDecError unless the file of requests can be read twice, and the file of results is another file."""
+        """SpecDecError for requests that cannot be read twice, UsageError if the results would overwrite them."""
         path = self.input_file
         if path.exists() and not path.is_file():
             what = "Is a directory" if path.is_dir() else "not a regular file, and it is read twice"

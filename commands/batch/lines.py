@@ -162,15 +162,6 @@ _START = b'{"id":"batch_req_'
 
 
 @dataclass(frozen=True)
-class _Result:
-    """The fields of a line of results that are looked at."""
-
-    id: str
-    custom_id: str
-    is_error: bool
-
-
-@dataclass(frozen=True)
 class _Line:
     """Position of a result in its file."""
 
@@ -213,7 +204,9 @@ class Results:
         return [place for place in self._places if place.id not in self._lines]
 
     def append(self, request_id: str, line: bytes, *, is_error: bool) -> None:
-        """Append a result. It survives a kill of the process at once, and a power failure after a second."""
+        """Append a result. A kill of the process does not lose it. A power failure may lose results of the last second,
+        or of a longer time if no result has come since.
+        """
         if request_id in self._lines:
             return
         self._file.write(line + b"\n")
@@ -228,9 +221,9 @@ class Results:
         self._flushed_s = time.monotonic()
 
     def finish(self) -> None:
-        """All results as one file, in the order of the requests."""
+        """Write all results to their file, in the order of the requests, and remove the partial file."""
         if self._is_written:
-            remove_left_over(self.path.resolve())  # by a process that was killed once they had their name
+            remove_left_over(self.path.resolve())  # of a process that was killed after it had renamed the file
         else:
             with new_file(self.path, replace=True) as new, new.open("wb") as output:
                 for line in self._in_order():
@@ -238,7 +231,7 @@ class Results:
         self._partial.unlink()
 
     def leave(self) -> None:
-        """Remove the partial file if nothing was written to it."""
+        """Remove the partial file if nothing was written to it, or else flush it."""
         if os.fstat(self._file.fileno()).st_size:  # an interrupt may have come right after a line was written
             self.flush()
         else:
@@ -267,24 +260,24 @@ class Results:
                     if number == 1 and not _is_torn(line):
                         raise _not_ours(path, "line 1 is no result of a batch")
                     break
-                self._check(result, number, path)
-                self._lines.setdefault(result.id, _Line(path, start, len(line), result.is_error))
+                request_id, custom_id, is_error = result
+                self._check(request_id, custom_id, f"line {number} answers {shown(custom_id)}", path)
+                self._lines.setdefault(request_id, _Line(path, start, len(line), is_error))
                 start += len(line)
         return start
 
-    def _check(self, result: _Result, number: int, path: Path) -> None:
-        answers = f"line {number} answers {shown(result.custom_id)}"
-        wanted = self._ids.get(result.custom_id)
+    def _check(self, request_id: str, custom_id: str, answers: str, path: Path) -> None:
+        wanted = self._ids.get(custom_id)
         if wanted is None:
             raise _not_ours(path, f"{answers}, which is not among the requests")
-        if wanted != result.id:
+        if wanted != request_id:
             raise _not_ours(path, f"{answers}, asked otherwise or of another model")
 
 
 @contextmanager
 def open_results(path: Path, places: Sequence[Place]) -> Iterator[Results]:
-    """Open the results of a batch. SpecDecError if the file has results of other requests, or if another process is
-    writing it.
+    """Open the results of a batch. SpecDecError if the file has results of other requests, cannot be written, or is
+    being written by another process.
     """
     partial = path.with_name(f"{path.name}.partial")
     if path.exists() and not path.is_file():
@@ -322,29 +315,31 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
                 raise SpecDecError(
                     f"another process is writing these results: {path}", hint="wait for it, or choose another file"
                 ) from None
-            except OSError as error:  # on a network's disk, say: two processes could write there at once
+            except OSError as error:  # on a network's disk, for example: two processes could write there at once
                 if not os.fstat(file.fileno()).st_size:
                     path.unlink(missing_ok=True)
                 raise SpecDecError(
                     f"the file cannot be locked ({error.strerror}): {path}", hint="choose a path on another disk"
                 ) from None
-            # It may have been finished and taken away between the two calls.
+            # Another process may have finished and removed the file before it was locked.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     yield file
                     return
 
 
-def _result_of(line: bytes) -> _Result | None:
-    """The result on a complete line; None for a torn line, or a line with other content."""
+def _result_of(line: bytes) -> tuple[str, str, bool] | None:
+    """The result on a complete line: its id, its `custom_id`, and True for an error. None for a torn line, or a line
+    with other content.
+    """
     if not line.endswith(b"\n"):
         return None
     try:
         row = json.loads(line)
-        found = _Result(row["id"], row["custom_id"], is_error=row.get("error") is not None)
+        request_id, custom_id, is_error = row["id"], row["custom_id"], row.get("error") is not None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return found if isinstance(found.id, str) and isinstance(found.custom_id, str) else None
+    return (request_id, custom_id, is_error) if isinstance(request_id, str) and isinstance(custom_id, str) else None
 
 
 def _is_torn(line: bytes) -> bool:

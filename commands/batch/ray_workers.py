@@ -71,7 +71,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """Settings of a worker. If the worker cannot see the engine's directory, they say where it finds the engine."""
+    """Settings of a worker. A worker that cannot see the engine's directory builds an engine from `checkpoint_dir`."""
 
     job: Job
     checkpoint_dir: Path | None
@@ -142,8 +142,8 @@ class Worker:
 
 @contextmanager
 def open_anywhere(work: WorkerJob, wanted: str, build: BuildConfig) -> Iterator[Model]:
-    """Open the model with the engine that is there. Without an engine, or with an engine for another processor, one is
-    built first.
+    """Open the model with the engine that is there. If there is no engine, or only an engine for another processor, an
+    engine is built first, from the model or the checkpoint. SpecDecError if neither is named, or if the model differs.
     """
     job = work.job
     with ExitStack() as stack:
@@ -242,9 +242,7 @@ class RayCrew:
         return member
 
     def _expect(self, member: _Member, request_id: str | None, ref: Any) -> None:
-        """Have Ray report when the result of `ref` is there. To ask Ray for any finished result takes longer the more
-        results are awaited.
-        """
+        """Have Ray call back when the result of `ref` is there; `ray.wait` takes longer the more there are."""
         ref.future().add_done_callback(lambda result: self._arrived.put(_Arrived(member, request_id, result)))
 
     def _take(self, arrived: _Arrived) -> list[Any]:
@@ -310,7 +308,9 @@ def ray_crew(work: WorkerJob, options: ClusterOptions, num_requests: int) -> Ite
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to Ray within the block. Ray sends no usage reports and prints nothing to stdout."""
+    """Connect to Ray within the block. Ray prints nothing to stdout, and sends no usage reports unless a variable turns
+    them on. SpecDecError if no cluster can be reached.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         _connect(address)
@@ -322,20 +322,14 @@ def connected(address: str) -> Iterator[None]:
 
 def _connect(address: str) -> None:
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=_dashboard(address))
+        has_dashboard = False if address == "local" else None  # for a cluster that runs Ray refuses the option
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=has_dashboard)
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SpecDecError(
             f"no Ray cluster could be reached ({first_line}): {address}",
             hint="`local` starts one here; `ray status` says whether there is one",
         ) from None
-
-
-def _dashboard(address: str) -> bool | None:
-    """Value of Ray's option for its dashboard: False for a cluster that Ray starts; None for others, with which Ray
-    refuses it.
-    """
-    return False if address == "local" else None
 
 
 def _equal_share(num_workers: int) -> int:

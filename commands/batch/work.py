@@ -128,11 +128,11 @@ def start_batch(
     cluster: ClusterOptions,
     output: Output,
 ) -> None:
-    """Start or resume a batch. SpecDecError if that is not possible; existing results are kept in any case."""
+    """Start or resume a batch, and report it. SpecDecError if that is not possible; existing results are kept then."""
     speculation = choice.speculation
     check_same_everywhere(speculation)
     if speculation.draft_len_mode is None and speculation.may_draw_by_probs:
-        speculation = speculation.in_mode("fixed")  # or interrupted batches would not end as others do
+        speculation = speculation.in_mode("fixed")  # automatic lengths would give other tokens after an interruption
     with engines_made(replace(choice, speculation=speculation), output) as made:
         job = Job(made, names, defaults, with_receipts=files.receipts is not None)
         open_crew: OpenCrew = partial(_own_crew, job)
@@ -163,13 +163,11 @@ def run_batch(
     input_file: Path,
     output_file: Path,
     job: str,
-    open_crew: Callable[[int], AbstractContextManager[Crew[BatchRequest, Outcome]]],
+    open_crew: OpenCrew,
     output: Output,
 ) -> Report:
-    """Answer the requests that have no result yet; opens no model if there are none. SpecDecError for results of
-    another job.
-
-    `open_crew` is called with the number of requests.
+    """Answer the requests that have no result yet. `open_crew` is called with their number, unless there are none.
+    SpecDecError for results of another job.
     """
     requests = look_through(input_file, job)
     with open_results(output_file, requests.places) as results:
@@ -187,13 +185,18 @@ def run_batch(
             num_done = f"{results.num_done:,} of {report.num_requests:,}"
             output.warning(f"interrupted: {num_done} requests are done, and the same command goes on")
             raise
-        _finish(results)
+        if results.missing:  # a mistake in this program, which must not become a file that looks whole
+            raise SpecDecError(
+                f"requests have no result: {len(results.missing)}",
+                hint="run the command again: it answers the requests that have no result",
+            )
+        results.finish()
     return report
 
 
 def _write_receipts(results: Path, receipts: Path) -> None:
-    """Put the receipts into the lines of the results. The file is replaced as a whole, so a kill leaves
-    it as it was.
+    """Copy the receipts from the lines of the results to a file of their own. The file is replaced as a whole, so a
+    kill leaves the old file as it was.
     """
     with new_file(receipts, replace=True) as written, written.open("wb") as file, results.open("rb") as lines:
         for line in lines:
@@ -215,19 +218,6 @@ def _answer(
         report.num_failed = results.num_failed
         report.workers[outcome.worker] += 1
         report.wall_s = time.perf_counter() - start
-        advance(1, _said(report))
-
-
-def _finish(results: Results) -> None:
-    if results.missing:  # our own mistake, which must not become a file that looks whole
-        raise SpecDecError(
-            f"requests have no result: {len(results.missing)}",
-            hint="run the command again: it answers the requests that have no result",
-        )
-    results.finish()
-
-
-def _said(report: Report) -> str:
-    said = f"{number(report.tokens_per_second, 0)} tokens/s"
-    rate = report.acceptance_rate
-    return said if rate is None else f"{said}, {percent(rate)} accepted"
+        rate = report.acceptance_rate
+        accepted = "" if rate is None else f", {percent(rate)} accepted"
+        advance(1, f"{number(report.tokens_per_second, 0)} tokens/s{accepted}")

@@ -217,7 +217,7 @@ def build(options: BuildOptions, output: Output) -> None:
         check_readable([options.quality_text])
     check_output_is_not_input(options.output_dir, options.checkpoint_dir)
 
-    from commands.build.report import BuildDocument, built_table
+    from commands.build.document import BuildDocument, built_table
     from runtime.builder.build import BuildEffort, build_engine, positions_of
     from runtime.builder.choosing import compiler_for, without_kernels
     from runtime.builder.draft_ids import choose_drafts, warn_of_missing_ends

@@ -54,7 +54,7 @@ def list_engines(store: StoreOptions, output: Output) -> None:
     """Show the engines in the cache: size, time of last use, and whether a process is using the engine. Also show the
     keys and values that are kept on disk.
     """
-    from commands.cache.report import cache_list_document, show_cache, show_store
+    from commands.cache.document import cache_list_document, show_cache, show_store
     from commands.cache.store import kept_in
     from runtime.util.cache import KV_CACHE, cache_dir, cached_engines, other_bytes, unique_bytes
 
@@ -122,7 +122,7 @@ def prune(options: PruneOptions, output: Output) -> None:
     if options.kv_cache_dir is not None:
         return _prune_store(options, options.kv_cache_dir, max_bytes, output)
 
-    from commands.cache.report import cache_prune_document, show_pruned
+    from commands.cache.document import cache_prune_document, show_pruned
     from runtime.util import cache
 
     engines = cache.cached_engines()
@@ -138,7 +138,7 @@ def prune(options: PruneOptions, output: Output) -> None:
 
 
 def _prune_store(options: PruneOptions, directory: Path, max_bytes: int, output: Output) -> None:
-    from commands.cache.report import cache_prune_document, show_pruned_store
+    from commands.cache.document import cache_prune_document, show_pruned_store
     from commands.cache.store import prune_store
 
     freed, left = prune_store(directory, max_bytes, is_dry_run=options.dry_run)

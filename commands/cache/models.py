@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field
 from rich.table import Table
 
-from commands.build.report import described
-from commands.cache.report import iso_time, used_at
+from commands.build.document import described
+from commands.cache.document import iso_time, used_at
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output, megabytes
 from runtime.checkpoint.bundle import read_bundle

@@ -23,8 +23,8 @@ def compare(
     Counts such as tokens per step are exact for greedy output. Times are compared request by request, which needs at
     least six requests.
     """
+    from commands.compare.document import compare_document, read_document, show
     from commands.compare.page import compare_page
-    from commands.compare.report import compare_document, read_document, show
     from commands.output.html.page import write_page
 
     check_report(report)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from commands.compare.report import CompareDocument, notes, shown_setting, shown_values, shown_verdict
+from commands.compare.document import CompareDocument, notes, shown_setting, shown_values, shown_verdict
 from commands.output.html.page import Bars, made, page
 
 _DECISIVE = ("output_tokens_per_second", "tpot_s", "ttft_s", "latency_s", "speedup", "tokens_per_step")

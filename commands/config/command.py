@@ -30,7 +30,7 @@ def show(context: typer.Context, options: ShowOptions, output: Output) -> None:
     With a COMMAND also the defaults of its other flags. A value holds from the first of: flag, variable, file of
     `--config`, `~/.config/specdec/config.yaml`.
     """
-    from commands.config.report import config_document, settings_of_all, settings_of_one, show_settings
+    from commands.config.document import config_document, settings_of_all, settings_of_one, show_settings
 
     found = settings_of_all(context) if options.command is None else settings_of_one(context, options.command)
     show_settings(found, output)

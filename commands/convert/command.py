@@ -138,7 +138,7 @@ def convert(options: ConvertOptions, output: Output) -> None:
     check_is_model(source)
     check_output_is_not_input(output_dir, source)
 
-    from commands.build.report import ConvertDocument, described_checkpoint
+    from commands.build.document import ConvertDocument, described_checkpoint
     from runtime.builder import convert
 
     start = time.perf_counter()

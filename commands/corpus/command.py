@@ -90,7 +90,7 @@ def create(inputs: CorpusInputs, corpus_file: CorpusFile, output: Output) -> Non
     resolve_tokenizer(inputs.tokenizer_dir)
     check_readable(paths)
 
-    from commands.corpus.report import show_written
+    from commands.corpus.document import show_written
     from runtime.text.corpus import Corpus, write_corpus
     from runtime.text.text import open_tokenizer, tokenizer_digest, tokenizer_vocab_size
     from runtime.text.traces import read_traces
@@ -123,7 +123,7 @@ def merge(
     twice = next((path for path in inputs if resolved.count(path.resolve()) > 1), None)
     if twice is not None:
         raise UsageError(f"the corpora name one file twice: {twice}", hint="name each once")
-    from commands.corpus.report import show_written
+    from commands.corpus.document import show_written
     from runtime.text.corpus import Corpus, merge_corpora
 
     merge_corpora(corpus_file.output_file, [Corpus.open(path) for path in inputs], replace=corpus_file.force)
@@ -133,7 +133,7 @@ def merge(
 @expand_groups
 def stats(corpus_file: Annotated[Path, typer.Argument(metavar="FILE", help="A corpus.")], output: Output) -> None:
     """Show a corpus's size, and how often its n-grams repeat. Only repeated n-grams give drafts."""
-    from commands.corpus.report import corpus_document, corpus_table, ngram_record, ngram_table
+    from commands.corpus.document import corpus_document, corpus_table, ngram_record, ngram_table
     from runtime.text.corpus import Corpus
 
     corpus = Corpus.open(corpus_file)

@@ -17,6 +17,6 @@ def fingerprint(options: FingerprintOptions, target: TargetOptions, output: Outp
         check_readable([options.expect])
     choice = target.named(options.model).choose()
 
-    from commands.fingerprint.report import print_fingerprint
+    from commands.fingerprint.document import print_fingerprint
 
     print_fingerprint(options, choice, output)

@@ -39,7 +39,7 @@ def verify(
 
     Exits with 1 if a file is damaged, missing, or not in the record. The kind of artefact is detected.
     """
-    from commands.integrity.report import show, verify_document
+    from commands.integrity.document import show, verify_document
 
     found = _check(path)
     show(path, found, output)

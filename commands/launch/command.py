@@ -1,4 +1,4 @@
-"""`specdec launch`, its flags: a coding agent on a model of this machine, in one command."""
+"""`specdec launch`: its flags, and the checks that need no torch."""
 
 import os
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from commands.launch.tools import KEY_VARIABLE, TOOLS, Tool
-from commands.options.expand import expand_groups
+from commands.options.expand import expand_groups, groups_of
 from commands.options.model_word import named_by
 from commands.options.parameters import commands_of
 from commands.options.settings import settings_of
@@ -23,7 +23,7 @@ ARGUMENTS_OF_TOOL = "specdec.arguments_of_tool"
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Address of the server, and flags that print or restore something instead of running the agent."""
+    """Address, settings and key of the server, and flags that print or restore something and run no agent."""
 
     host: Annotated[str, option(SERVER, "Address of the server.")] = "127.0.0.1"
     port: Annotated[
@@ -93,19 +93,31 @@ def launch(
     if "port" in settings and getattr(context.get_parameter_source("port"), "name", "") == "DEFAULT":
         options = replace(options, port=int(settings["port"]))  # of the file's section `serve`
     arguments = context.meta.get(ARGUMENTS_OF_TOOL, [])
-    check = partial(_check_serve, context)
+    check = partial(_check_opening if options.print_only else _parsed, context)
     asked = Launch(options.host, options.port, options.keys, given, arguments, settings, check)
     code = run(found, asked, options.print_only)
     if code:
         raise typer.Exit(code)
 
 
-def _check_serve(context: typer.Context, arguments: list[str]) -> None:
-    """The error of `specdec serve` for flags that it has not, values that they do not take, or two models."""
+def _parsed(context: typer.Context, arguments: list[str]) -> dict[str, Any]:
+    """Values of the flags of `serve`. UsageError for flags that it does not have, values that they do not take, or two
+    models.
+    """
     command: Any = commands_of(context)["serve"]
-    parsed = command.make_context("serve", list(arguments), parent=context.find_root())
-    if parsed.params["model"] is not None:
-        named_by(parsed.params["model"], parsed.params["model_dir"], parsed.params["engine_dir"])
+    params: dict[str, Any] = command.make_context("serve", list(arguments), parent=context.find_root()).params
+    if params["model"] is not None:
+        named_by(params["model"], params["model_dir"], params["engine_dir"])
+    return params
+
+
+def _check_opening(context: typer.Context, arguments: list[str]) -> None:
+    """All errors of `serve` that show without torch, such as those for a model that cannot be opened: `--print` starts
+    no server that would tell.
+    """
+    from commands.serve.command import choose, serve
+
+    choose(**groups_of(serve, _parsed(context, arguments)))
 
 
 def _first(value: Any) -> str:
@@ -126,7 +138,7 @@ def _restore(tool: Tool) -> None:
 
     if tool.file is None:
         raise SpecDecError(
-            f"{tool.title} is told by variables alone: there is no file to put back",
+            f"{tool.title} gets its settings from variables alone: there is no file to put back",
             hint=f"`specdec launch {tool.name}` runs it",
         )
     path = str(tool.file.path()).replace(os.path.expanduser("~"), "~", 1)

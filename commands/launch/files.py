@@ -18,7 +18,7 @@ from commands.output.output import warn
 from runtime.util.errors import SpecDecError
 from runtime.util.files import write_file
 
-_MODE = 0o600  # there may be a key in it
+_MODE = 0o600  # the file may hold a key
 
 
 def shown(file: File, server: Connection) -> str:
@@ -28,9 +28,9 @@ def shown(file: File, server: Connection) -> str:
 
 @contextmanager
 def configured(file: File, server: Connection) -> Iterator[None]:
-    """Have the config file name the server within the block; all other keys of the file stay. SpecDecError if it cannot
-    be written. Changes that were made to the file meanwhile, by the agent for example, are kept in a file beside it,
-    and a note says so.
+    """Have the config file name the server within the block; all other keys of the file stay. SpecDecError if the file
+    cannot be read or written. If the file was changed meanwhile, by the agent for example, the changed file is kept
+    beside it, and a warning says so.
     """
     path, aside = file.path(), _aside(file)
     try:
@@ -62,7 +62,7 @@ def restore(file: File) -> bool:
     if not aside.exists():
         return False
     if old := aside.read_bytes():
-        write_file(path, old, aside.stat().st_mode & 0o777)  # which may be a link, and stays it
+        write_file(path, old, aside.stat().st_mode & 0o777)  # a path that is a link stays a link
     else:
         path.unlink(missing_ok=True)
     aside.unlink()
@@ -75,7 +75,7 @@ def _aside(file: File) -> Path:
 
 
 def _merged(file: File, content: bytes, keys: dict[str, Any]) -> str:
-    """The old file with these keys in place of its own keys of the same names. SpecDecError if it cannot be read."""
+    """The old file's content with these keys merged into it. SpecDecError if the content cannot be read."""
     try:
         old = content.decode()
         if file.format == "toml":
@@ -120,7 +120,7 @@ def _yaml() -> Any:
     return import_module("yaml")  # transformers brings it
 
 
-# TOML can be read with Python's library, and not written: keys are replaced in the text, and what comes of it is read
+# Python's library reads TOML, and does not write it: keys are replaced in the text, and the new text is read again
 
 
 def _toml(keys: Mapping[str, Any], table: str = "") -> str:

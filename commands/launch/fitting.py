@@ -12,10 +12,10 @@ from runtime.util.control_groups import free_memory
 from runtime.util.files import read_json
 
 AGENT_CONTEXT = 32_768
-"""Tokens of a prompt and its answer that agents work well with: their prompts have 10,000 to 30,000."""
+"""Tokens of a prompt and its answer together: prompts of agents have 10,000 to 30,000."""
 _LEAST_CONTEXT = 4_096
 _BATCH_SIZE = 4
-"""Batch size, the default of `serve`: agents ask for a title or a summary beside the answer."""
+"""Answers at once, as `serve` has by default: agents ask for a title or a summary beside the answer."""
 _ITEM_BYTES = {"float32": 4}
 _DRAFTING = ("spec-decode-algo", "profile", "speculative-config", "drafter")
 
@@ -30,13 +30,21 @@ def is_engine(model: str) -> bool:
     return _build_config(model) is not None
 
 
+def engine_context(model: str) -> int | None:
+    """Tokens that a prompt and its answer may have together in an engine; None for a model."""
+    build = _build_config(model)
+    return None if build is None else int(build["max_seq_len"]) - int(build["max_draft_len"])
+
+
 def _build_config(model: str) -> Any:
     config = Path(model).expanduser() / "config.json"
     return read_json(config).get("build_config") if config.is_file() else None
 
 
 def fitting_flags(model: str, given: set[str]) -> Iterator[str]:
-    """Flags for the model that are not given already. SpecDecError for a model that cannot have a conversation."""
+    """Flags and values for the model, without the flags that are given already. SpecDecError for a model that is not
+    there, or that has no chat template.
+    """
     build = _build_config(model)
     takes_drafts = not isinstance(build, dict) or build.get("max_draft_len") != 0
     if takes_drafts and not any(name in _DRAFTING or name.endswith("-config") for name in given):
@@ -63,8 +71,9 @@ def fitting_flags(model: str, given: set[str]) -> Iterator[str]:
 
 
 def _sizes(config: dict[str, Any], model_dir: Path, divisor: int) -> tuple[int, int | None]:
-    """Tokens of the context, and of the K/V cache if memory bounds it. Keys and values have 16 bits / `divisor`. The
-    cache may take half of the memory that the weights leave: 4 GB for 131,072 tokens of 32 KB each.
+    """Tokens of the context, and of the K/V cache if memory bounds it, else None. A key's or value's number takes the
+    config's bytes / `divisor`: 2 for INT8 instead of bfloat16. The cache may take half of the memory that the weights
+    leave: 4 GB hold 131,072 tokens of 32 KB.
     """
     of_text = config.get("text_config")
     inner: dict[str, Any] = of_text if isinstance(of_text, dict) else config
@@ -80,7 +89,7 @@ def _sizes(config: dict[str, Any], model_dir: Path, divisor: int) -> tuple[int, 
 
 
 def _positions(config: dict[str, Any]) -> int:
-    """Positions of the model. If its rotary factors change at a length (`longrope`), the positions before that."""
+    """Positions of a model; if its rotary factors change at a length (`longrope`), the positions up to there."""
     rope = config.get("rope_scaling") or {}
     limits = [config.get("max_position_embeddings")]
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
@@ -89,7 +98,7 @@ def _positions(config: dict[str, Any]) -> int:
 
 
 def _token_bytes(config: dict[str, Any]) -> int | None:
-    """Bytes of a token's keys and values in all layers, at most; None where the config does not say."""
+    """Most bytes that a token's keys and values take in all layers; None if the config does not say."""
     num_layers, num_heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     if not (isinstance(num_layers, int) and isinstance(num_heads, int) and num_heads):
         return None

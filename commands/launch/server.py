@@ -18,16 +18,16 @@ from commands.output.output import stderr
 from runtime.util.errors import SpecDecError
 
 _ASKED_S = 5.0
-"""Seconds that a server at the address has to answer with the names of its model."""
+"""Seconds that a server has to answer with the names of its model, and that its last lines have to arrive."""
 _END_S = 40.0
-"""Seconds that a server has to end. Its own `--shutdown-timeout` is 30 s, and no client asks it any more."""
+"""Seconds that a server has to end before it is killed. By default its own `--shutdown-timeout` is 30 s."""
 _NUM_LINES = 200
 _READY = re.compile(r" at (https?://\S+) \((?:only this|other) machines? reach(?:es)? it\)")
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that answered: the names of its model. The first is the name that its answers carry."""
+    """A server that answered: its URL, its model's names, and its context in tokens. Answers carry the first name."""
 
     url: str
     names: tuple[str, ...]
@@ -35,7 +35,9 @@ class Served:
 
 
 def ask_server(url: str, key: str) -> Served | None:
-    """The specdec server at an address; None if nothing, or something else, answers there."""
+    """The specdec server at an address; None if nothing, or another program, answers there. SpecDecError if the server
+    refuses the key.
+    """
     try:
         document = json.loads(_get(f"{url}/v1/models", key))
         cards = document["data"]
@@ -53,7 +55,7 @@ def ask_server(url: str, key: str) -> Served | None:
 
 def _get(url: str, key: str) -> bytes:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a server of this machine is behind none
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # none to this machine
     with opener.open(request, timeout=_ASKED_S) as response:
         return bytes(response.read())
 
@@ -75,15 +77,16 @@ class _Messages:
             stderr().print(line, soft_wrap=True)
 
     def raise_failed(self) -> NoReturn:
-        """SpecDecError with the server's own error message."""
+        """Raise a SpecDecError with the server's own message and hint."""
         said, hint = [*self.error, "", ""][:2]
-        raise SpecDecError(f"the server did not start: {said or 'it says not why'}", hint=hint or None)
+        raise SpecDecError(f"the server did not start: {said or 'it does not say why'}", hint=hint or None)
 
 
 @contextmanager
 def started(arguments: Sequence[str], environment: Mapping[str, str], key: str) -> Iterator[Served]:
-    """Run `specdec serve` with these arguments until the end of the block. SpecDecError if it ends before it listens.
-    It has a process session of its own, so that Ctrl-C in the terminal reaches the agent alone.
+    """Run `specdec serve` with these arguments until the end of the block. SpecDecError if it ends before it listens,
+    or does not answer then. It has a process session of its own, so that Ctrl-C in the terminal reaches the agent
+    alone.
     """
     command = [sys.executable, "-m", "specdec_cli", "serve", *arguments]
     process = subprocess.Popen(

@@ -28,7 +28,7 @@ class Connection:
 
     @property
     def base_url(self) -> str:
-        """The server's URL: with `/v1` for OpenAI's clients, without for Anthropic's."""
+        """The server's URL for OpenAI's clients, with `/v1` at its end; Anthropic's clients take `url`."""
         return f"{self.url}/v1"
 
     @property
@@ -50,10 +50,6 @@ class File:
     keys: Callable[[Connection], dict[str, Any]]
 
 
-def _nothing(server: Connection) -> dict[str, str]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Tool:
     """An agent. `prompt_len` is the rough number of tokens of its first prompt, most of which describe its tools."""
@@ -63,13 +59,13 @@ class Tool:
     executable: str
     install: str
     prompt_len: int
-    environment: Callable[[Connection], dict[str, str]] = _nothing
+    environment: Callable[[Connection], dict[str, str]] = lambda server: {}
     file: File | None = None
 
 
 def _claude(server: Connection) -> dict[str, str]:
-    """Variables for Claude Code. Its small requests, such as titles, name other models of Anthropic's; all names are
-    set to the server's model.
+    """Variables for Claude Code. Its small requests, such as titles, would name other models of Anthropic's: all names
+    are set to the server's model.
     """
     models = (
         "ANTHROPIC_MODEL",
@@ -80,7 +76,7 @@ def _claude(server: Connection) -> dict[str, str]:
     return {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key,
-        "ANTHROPIC_API_KEY": "",  # one of the maker's would be sent here, and asked about
+        "ANTHROPIC_API_KEY": "",  # Claude Code would ask about a key of Anthropic's, and send it here
         **dict.fromkeys(models, server.model),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.max_output_len),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -92,12 +88,12 @@ def _aider(server: Connection) -> dict[str, str]:
         "OPENAI_API_BASE": server.base_url,
         "OPENAI_API_KEY": server.key,
         "AIDER_MODEL": f"openai/{server.model}",
-        "AIDER_SHOW_MODEL_WARNINGS": "false",  # it has no prices for this model
+        "AIDER_SHOW_MODEL_WARNINGS": "false",  # aider warns that it has no prices for this model
     }
 
 
 def _key_alone(server: Connection) -> dict[str, str]:
-    """A variable with the key, to which the config file refers."""
+    """A variable with the key, to which the config file refers; none if the server asks for no key."""
     return {KEY_VARIABLE: server.key} if server.has_key else {}
 
 

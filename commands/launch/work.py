@@ -1,4 +1,4 @@
-"""A launch: starts the server, writes the agent's settings, runs the agent, and ends the server."""
+"""A launch: finds or starts the server, writes the agent's settings, runs the agent, and ends a server of its own."""
 
 import os
 import shlex
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commands.launch.files import configured, shown
-from commands.launch.fitting import fitting_flags, flags_given, is_engine
+from commands.launch.fitting import engine_context, fitting_flags, flags_given, is_engine
 from commands.launch.server import Served, ask_server, started
 from commands.launch.tools import KEY_VARIABLE, NO_KEY, Connection, Tool
 from commands.output.output import stderr, visible, warn
@@ -20,9 +20,8 @@ from runtime.util.errors import SpecDecError, UsageError
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch as the user asked for it. `flags` are a model, perhaps, and flags of `serve`; `arguments` are the
-    agent's; `settings` are the values that variables and files give for flags of `serve`, by names without hyphens in
-    front.
+    """A launch as the user asked for it. `flags` are a model, perhaps, and flags of `serve`. `arguments` are the
+    agent's. `settings` has the values that variables and files give for flags of `serve`: `{"max-seq-len": "8192"}`.
     """
 
     host: str
@@ -31,7 +30,7 @@ class Launch:
     flags: Sequence[str]
     arguments: Sequence[str]
     settings: Mapping[str, str]
-    check: Callable[[list[str]], None]
+    check: Callable[[list[str]], object]
     """Raises for arguments that `specdec serve` refuses."""
 
     @property
@@ -46,11 +45,12 @@ class Launch:
     @property
     def model(self) -> str | None:
         """The model or engine of the launch: the first word, the value of its flag, or the value in a file of
-        settings.
+        settings. None for an engine that is not there, which `serve` will tell.
         """
         if self.flags and not self.flags[0].startswith("-"):
             return self.flags[0]
-        return self.value("model-dir") or self.settings.get("engine-dir")
+        engine = self.value("engine-dir")
+        return self.value("model-dir") or (engine if engine is not None and is_engine(engine) else None)
 
     def value(self, name: str) -> str | None:
         """Value of a flag of `serve`, from the command line or a file of settings."""
@@ -59,7 +59,7 @@ class Launch:
     @property
     def serve_arguments(self) -> list[str]:
         """Arguments for `specdec serve`, which takes them. UsageError where no model is named."""
-        if not self.flags and self.model is None:
+        if not self.flags and self.model is None and self.value("engine-dir") is None:
             raise UsageError(
                 f"no server listens at {self.url}, and no model is named to start one",
                 hint="name a model: `specdec launch TOOL MODEL`",
@@ -110,7 +110,7 @@ def run(tool: Tool, launch: Launch, print_only: bool) -> int:
             stderr().print(f"specdec serve {visible(shlex.join(arguments))}", soft_wrap=True)
             environment = os.environ | ({KEY_VARIABLE: ",".join(launch.keys)} if launch.keys else {})
             served = stack.enter_context(started(arguments, environment, launch.key))
-        connection = _connection(served, launch)
+        connection = Connection(served.url, served.names[0], launch.key, served.context)
         _warn_of_short_context(tool, served)
         for line in _settings(tool, connection):
             stderr().print(visible(line), soft_wrap=True)
@@ -121,8 +121,8 @@ def run(tool: Tool, launch: Launch, print_only: bool) -> int:
 
 
 def _running(launch: Launch) -> Served | None:
-    """The server at the address; None if a server is to be started. SpecDecError if it has another model, or if there
-    is neither a server nor a model.
+    """The server at the address; None if a server is to be started. SpecDecError if the server has another model, or
+    refuses the key.
     """
     served = ask_server(launch.url, launch.key) if launch.port else None
     if served is None:
@@ -147,44 +147,40 @@ def _warn_of_short_context(tool: Tool, served: Served) -> None:
         )
 
 
-def _connection(served: Served, launch: Launch) -> Connection:
-    return Connection(served.url, served.names[0], launch.key, served.context)
-
-
 def _settings(tool: Tool, connection: Connection) -> Iterator[str]:
     """The agent's settings in a form to type: lines for a shell, and lines for its config file."""
     for name, value in tool.environment(connection).items():
-        yield f"export {name}={f'${KEY_VARIABLE}' if value and value == _secret(connection) else shlex.quote(value)}"
+        is_secret = connection.has_key and value == connection.key
+        yield f"export {name}={f'${KEY_VARIABLE}' if is_secret else shlex.quote(value)}"
     if tool.file is not None:
         yield f"# in {tool.file.path()}:"
         for line in shown(tool.file, connection).rstrip("\n").splitlines():
             yield line.replace(connection.key, f"${KEY_VARIABLE}") if connection.has_key else line
 
 
-def _secret(connection: Connection) -> str | None:
-    return connection.key if connection.has_key else None
-
-
 def _print(tool: Tool, launch: Launch) -> None:
-    """Print the commands that would be run and the files that would be written. If no server answers, the settings that
-    it would have are shown.
+    """Print the commands that would be run, and the settings that the agent would get. If no server answers, its
+    settings are those of the server that would be started.
     """
     served = ask_server(launch.url, launch.key) if launch.port else None
     if served is None:
         arguments = launch.serve_arguments
         print(f"specdec serve {shlex.join(arguments)}")
-        name = launch.value("served-model-name") or Path(launch.model or "engine_outputs").resolve().name
-        context = next(_values(arguments, "max-seq-len"), None) or launch.settings.get("max-seq-len", "4096")
-        served = Served(launch.url, (name,), int(context))
+        model = launch.model or "engine_outputs"
+        name = launch.value("served-model-name") or Path(model).resolve().name
+        asked = next(_values(arguments, "max-seq-len"), None) or launch.settings.get("max-seq-len", "4096")
+        served = Served(launch.url, (name,), engine_context(model) or int(asked))
     _warn_of_short_context(tool, served)
-    for line in _settings(tool, _connection(served, launch)):
+    for line in _settings(tool, Connection(served.url, served.names[0], launch.key, served.context)):
         print(visible(line))
     print(shlex.join([tool.executable, *launch.arguments]))
 
 
 def _run_agent(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the agent; returns its exit status. Ctrl-C reaches the agent alone meanwhile."""
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # not ignored: the agent would inherit that
+    """Run the agent; returns its exit status, or 128 + N if signal N ended it. Ctrl-C ends only the agent meanwhile.
+    SpecDecError if it cannot be run.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which the agent would inherit
     try:
         with subprocess.Popen(command, env=dict(environment)) as process:
             try:
@@ -201,7 +197,7 @@ def _run_agent(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def _cleans_up_on_hangup() -> Iterator[None]:
-    """Handle the end of the terminal as SIGTERM is handled: through the blocks that clean up."""
+    """Have the end of the terminal (SIGHUP) end the block as SIGTERM does, so that the blocks around it clean up."""
     before = signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     try:
         yield

@@ -51,14 +51,18 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     signature = Signature(flags, return_annotation=None)
     current = Command(command.__name__, frozenset(name for flag in flags for name in _spellings(flag)))
 
-    @functools.wraps(command)
-    def expanded(**given: Any) -> None:
+    def groups(given: Mapping[str, Any]) -> dict[str, Any]:
         CURRENT_COMMAND.set(current)
         MODEL_AT_HAND.set(None)
+        return {parameter.name: _value_of(parameter, given) for parameter in parameters}
+
+    @functools.wraps(command)
+    def expanded(**given: Any) -> None:
         values = signature.bind(**given)
         values.apply_defaults()
-        command(**{parameter.name: _value_of(parameter, values.arguments) for parameter in parameters})
+        command(**groups(values.arguments))
 
+    expanded.groups = groups  # type: ignore[attr-defined]
     expanded.__signature__ = signature  # type: ignore[attr-defined]
     expanded.__annotations__ = {flag.name: flag.annotation for flag in flags}
     return expanded
@@ -68,6 +72,14 @@ def filled(group: type[Group], values: Mapping[str, Any]) -> Group:
     """A group of options with these values of its flags, by their Python names."""
     made: Group = _value_of(Parameter("group", Parameter.KEYWORD_ONLY, annotation=group), values)
     return made
+
+
+def groups_of(command: Callable[..., None], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The groups of a command of `expand_groups`, filled with the values of all its flags, for checks without running
+    it. From now on it is the current command: hints name its flags.
+    """
+    found: dict[str, Any] = command.groups(given)  # type: ignore[attr-defined]
+    return found
 
 
 def given_flags(group: Any) -> dict[str, Any]:

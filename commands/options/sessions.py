@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from commands.options.engine_choice import EngineChoice
 from commands.output.documents.settings import Setup
 from commands.output.output import Output, note
-from runtime.builder.engine_cache import EngineSettings, engine_of_model, settings_of, settings_of_draft_model
+from runtime.builder.engine_cache import ModelEngines
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import EngineConfig
 from runtime.core.request import Request, Sequence
@@ -54,27 +53,22 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
     display of progress.
     """
     built_for, speculation = choice.built_for, choice.speculation
+    options = built_for.options | choice.models.draft_output.options
+    options |= {"max_draft_len": choice.max_draft_len, "self_draft": choice.self_draft}
+    options["use_cache"] = not built_for.no_cache
+    first = choice.answers_first and not speculation  # by kernels alone drafts change no bit
     with ExitStack() as stack:
-
-        def engine_of(name: str, settings: EngineSettings) -> Path:
-            use_cache = not built_for.no_cache
-            first = choice.answers_first and not speculation  # by kernels alone drafts change no bit
-            engine = engine_of_model(name, settings, use_cache=use_cache, phases=output.phases, answers_first=first)
-            return stack.enter_context(engine)
+        engines = ModelEngines(stack, options, output.phases, first)
 
         def with_engine(one: DrafterSpec) -> DrafterSpec:
             if not isinstance(one.draft_model, str):
                 return one
-            settings = settings_of_draft_model(built_for.options, one.num_masks or 0)
-            return one.with_draft_model(engine_of(one.draft_model, settings))
+            return one.with_draft_model(engines.of_draft_model(one.draft_model, one.num_masks or 0))
 
         if choice.model_dir is not None:
-            options = built_for.options | choice.models.draft_output.options
-            options |= {"max_draft_len": choice.max_draft_len, "self_draft": choice.self_draft}
             has_layers = choice.hidden_states or choice.self_draft is not None
             heads = speculation.read_heads() if has_layers else ()
-            settings = settings_of(options, heads, choice.hidden_states)
-            engine_dir = engine_of(choice.model_dir, settings)
+            engine_dir = engines.of_target(choice.model_dir, heads, choice.hidden_states)
             bundle = read_bundle(engine_dir, choice.model_dir)
             choice = replace(choice, engine_dir=engine_dir, bundle=bundle)
             if built_for.max_seq_len is None and output.human:

@@ -14,6 +14,6 @@ def predict(options: PredictOptions, output: Output) -> None:
     """
     check_readable([options.traces, *([] if options.costs.is_dir() else [options.costs])])
 
-    from commands.predict.report import predict_speeds
+    from commands.predict.document import predict_speeds
 
     predict_speeds(options, output)

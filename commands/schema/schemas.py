@@ -7,20 +7,20 @@ from pydantic import ConfigDict, TypeAdapter, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from commands.batch.document import BatchDocument
-from commands.build.report import BuildDocument, ConvertDocument
+from commands.build.document import BuildDocument, ConvertDocument
+from commands.cache.document import CacheListDocument, CachePruneDocument
 from commands.cache.hub import PullDocument, RmDocument
 from commands.cache.models import ListDocument
-from commands.cache.report import CacheListDocument, CachePruneDocument
 from commands.check.document import CheckDocument
-from commands.compare.report import CompareDocument
-from commands.config.report import ConfigShowDocument
-from commands.corpus.report import CorpusDocument
+from commands.compare.document import CompareDocument
+from commands.config.document import ConfigShowDocument
+from commands.corpus.document import CorpusDocument
 from commands.doctor.document import DoctorDocument
 from commands.drafters.document import DraftersDocument
-from commands.fingerprint.report import FingerprintDocument
-from commands.integrity.report import VerifyDocument
+from commands.fingerprint.document import FingerprintDocument
+from commands.integrity.document import VerifyDocument
 from commands.output.documents.records import Record
-from commands.predict.report import PredictDocument
+from commands.predict.document import PredictDocument
 from commands.regress.document import RegressDocument
 from commands.run.document import RunDocument
 from commands.summarize.document import SummarizeDocument

@@ -2,11 +2,10 @@
 settings.
 """
 
-import dataclasses
 import json
 import secrets
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -14,7 +13,6 @@ from commands.serve.http.errors import HTTPError, as_http_error
 from commands.serve.protocol.conversations import chat_tokens, form_grammar, lacks_switch, tools_of
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, Speculative, text_of
 from commands.serve.served import ServedModel
-from runtime.core.grammar import CompiledGrammar
 from runtime.core.params import GrammarKind, SamplingParams
 from runtime.core.request import Request
 from runtime.core.scopes import Scope
@@ -33,21 +31,11 @@ from runtime.util.errors import SpecDecError
 
 _DEFAULT_MAX_TOKENS = 16
 """Default of `max_tokens` for completions, as OpenAI has it. A chat's answer may have as many tokens as fit."""
-
-
 _MOST_COPIED = 1 << 16
 """Number of characters of tool results, the last ones, that are looked up in the form that they would have in a call.
 """
 _MOST_TOOLS = 128
 """Number of a request's tools that have pools of their own."""
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """Drafting settings that all sequences of a request share."""
-
-    by_default: bool = True
-    drafter: Drafter | None = None
 
 
 def ask_completion(served: ServedModel, body: CompletionRequest) -> list[ServeRequest]:
@@ -73,12 +61,10 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> list[ServeRequest]:
     grammar = form_grammar(served, body, prompt)
     asked = _ask(served, body, [prompt], max_tokens, logprobs)
     if copied := _copied_tokens(served, body):
-        asked = [dataclasses.replace(one, copied_tokens=copied) for one in asked]
-    return asked if grammar is None else [_held_to(one, grammar) for one in asked]
-
-
-def _held_to(asked: ServeRequest, grammar: CompiledGrammar) -> ServeRequest:
-    return dataclasses.replace(asked, request=dataclasses.replace(asked.request, grammar=grammar))
+        asked = [replace(one, copied_tokens=copied) for one in asked]
+    if grammar is not None:
+        asked = [replace(one, request=replace(one.request, grammar=grammar)) for one in asked]
+    return asked
 
 
 def _max_prompt_len(served: ServedModel, body: Generation, max_tokens: int | None) -> int | None:
@@ -90,10 +76,10 @@ def _max_prompt_len(served: ServedModel, body: Generation, max_tokens: int | Non
 
 
 def _prompts(served: ServedModel, prompt: str | Seq[Any], max_length: int | None) -> list[list[int]]:
-    """The tokens of each prompt of a body, which has one prompt or several, as texts or ids."""
+    """The tokens of each prompt of a body, which has one prompt or several, as texts or token ids."""
     is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
     prompts = [prompt] if is_one else prompt
-    if len(prompts) > served.max_sequences:
+    if len(prompts) > served.loop.capacity:
         raise HTTPError(400, f"more prompts than this server takes at once: {len(prompts)}", param="prompt")
     for one in prompts:
         if isinstance(one, str):
@@ -111,34 +97,26 @@ def _ask(
     echoes: bool = False,
 ) -> list[ServeRequest]:
     n = body.n or 1
-    if len(prompts) * n > served.max_sequences:
-        raise HTTPError(
-            400, f"more outputs than this server takes at once, prompts x `n`: {len(prompts)} x {n}", param="n"
-        )
+    if len(prompts) * n > served.loop.capacity:
+        what = f"more outputs than this server takes at once, prompts x `n`: {len(prompts)} x {n}"
+        raise HTTPError(400, what, param="n")
     if max_tokens == 0 and not echoes:
         raise HTTPError(400, "max_tokens is 0 without `echo`: nothing was asked", param="max_tokens")
     params = _params(served, body, max(max_tokens, 1), logprobs)
-    drafting = _drafting(served, body)
-    template = dataclasses.replace(served.llm.request_of(params), label="the request", scopes=_scopes(body))
+    by_default, drafter = _drafting(served, body)
+    template = replace(served.llm.request_of(params), label="the request", scopes=_scopes(body))
     if any(scope.kind == "tool" for scope in template.scopes):
-        template = dataclasses.replace(template, decode=partial(_written, served))
+        template = replace(template, decode=partial(_written, served))
     if echoes:
-        template = dataclasses.replace(template, num_prompt_logprobs=logprobs)
+        template = replace(template, num_prompt_logprobs=logprobs)
     asked = []
     for prompt in prompts:
         for_prompt = template if body.seed is not None else _with_any_seed(template)
         for index in range(n):
             request = for_prompt.with_prompt(served.loop.next_request_id(), prompt, index)
             request = served.llm.after_thinking(request)
-            asked.append(
-                ServeRequest(
-                    request,
-                    drafting.by_default,
-                    drafting.drafter,
-                    counts_output=max_tokens > 0,
-                    priority=body.priority or 0,
-                )
-            )
+            priority = body.priority or 0
+            asked.append(ServeRequest(request, by_default, drafter, counts_output=max_tokens > 0, priority=priority))
     return asked
 
 
@@ -154,13 +132,13 @@ def _scopes(body: Generation) -> tuple[Scope, ...]:
 
 
 def _written(served: ServedModel, tokens: list[int]) -> str:
-    """Text of generated tokens, in which names of tools are looked for."""
+    """Text of generated tokens, special tokens included, in which names of tools are looked for."""
     return str(served.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _with_any_seed(request: Request) -> Request:
-    sampling = dataclasses.replace(request.sampling, random_seed=secrets.randbits(63))
-    return dataclasses.replace(request, sampling=sampling)
+    sampling = replace(request.sampling, random_seed=secrets.randbits(63))
+    return replace(request, sampling=sampling)
 
 
 def _params(served: ServedModel, body: Generation, max_tokens: int, logprobs: int | None) -> SamplingParams:
@@ -179,9 +157,8 @@ def _with_form(served: ServedModel, body: Generation, values: dict[str, Any]) ->
     (field, kind, value), *others = body.forms
     if others:
         names = " and ".join(dict.fromkeys(f"`{name}`" for name, *_ in body.forms))
-        raise HTTPError(
-            400, f"an output can have only one form, and the request gives several: {names}", param=others[0][0]
-        )
+        what = f"an output can have only one form, and the request gives several: {names}"
+        raise HTTPError(400, what, param=others[0][0])
     form: dict[str, Any] = {kind: value}
     try:
         served.llm.grammar(SamplingParams(**form))
@@ -190,10 +167,12 @@ def _with_form(served: ServedModel, body: Generation, values: dict[str, Any]) ->
     return {name: value for name, value in values.items() if name not in get_args(GrammarKind)} | form
 
 
-def _drafting(served: ServedModel, body: Generation) -> Drafting:
-    """Drafting of a request: the drafter that `speculative` names, and before it the prediction, if there is one."""
+def _drafting(served: ServedModel, body: Generation) -> tuple[bool, Drafter | None]:
+    """True if the server's drafter drafts for a request; otherwise False and the request's own drafter, if it has one:
+    the drafter that `speculative` names, and before it the prediction, if there is one.
+    """
     if body.speculative is False:
-        return Drafting(by_default=False)
+        return False, None
     default = served.loop.default_drafter
     if body.speculative is True and default is None:
         raise HTTPError(400, "this server was started without a drafter", param="speculative")
@@ -205,16 +184,17 @@ def _drafting(served: ServedModel, body: Generation) -> Drafting:
             raise as_http_error(error, "speculative") from None
     if body.prediction is not None:
         served.check_drafts_fit(1, "prediction")
-        text = text_of(body.prediction.content)[: served.max_text_len]  # time is spent on no more than can be needed
+        text = text_of(body.prediction.content)[: served.max_text_len]  # no answer is longer
         tokens = encode_text(served.tokenizer, text)[: served.max_model_len]
         predicted = UnderGrammar(PredictionLookup(tokens))
         drafter = predicted if drafter is None else FirstOf([predicted, drafter])
-    return Drafting() if drafter is default else Drafting(False, drafter)
+    return (True, None) if drafter is default else (False, drafter)
 
 
 def _copied_tokens(served: ServedModel, body: ChatRequest) -> list[int]:
     """Tokens of tool results, written as the arguments of a call would have them: a file's text has other tokens in a
-    JSON string. None if these tokens would be the same, if the model's calls are not in JSON, or if nothing is drafted.
+    JSON string. Results whose text is the same in a JSON string are left out. Empty if the model's calls are not in
+    JSON, if the model may call no tool, or if the server's drafter does not draft.
     """
     form = served.tool_format
     is_json = form is not None and isinstance(form.call, JsonCall | NamedCall | HarmonyCall)

@@ -47,8 +47,9 @@ class Corpora:
         self._corpora.setdefault(_SERVER, {})[name] = corpus
 
     def add(self, owners: Seq[Owner], name: str | None, documents: Seq[Seq[int]]) -> tuple[str, int]:
-        """Add a corpus of these documents. It belongs to the first of `owners`, which all belong to the last, a client.
-        Returns the corpus's name, made up if none is given, and its number of tokens.
+        """Add a corpus of these documents, lists of token ids. It belongs to the first of `owners`; the last is the
+        client. Returns the corpus's name, made up if none is given, and its number of tokens. HTTPError for documents
+        without tokens, a name that is taken, or a corpus for which there is no room.
         """
         owner, client = owners[0], owners[-1]
         name = uuid.uuid4().hex if name is None else name
@@ -60,7 +61,7 @@ class Corpora:
             self._check_room(owner, name, num_tokens)
         corpus = Corpus.of(name, [one for one in documents if len(one)], self._vocab_size, self._tokenizer)
         with self._lock:
-            self._check_room(owner, name, num_tokens)  # of several that were indexed at once the first has the name
+            self._check_room(owner, name, num_tokens)  # another corpus may have got the name or the room meanwhile
             self._client_of[owner] = client  # the last corpus may have been removed meanwhile
             self._corpora.setdefault(owner, {})[name] = corpus
         return name, num_tokens
@@ -86,7 +87,9 @@ class Corpora:
             raise HTTPError(400, what, param="documents", code="corpus_too_large")
 
     def remove(self, owner: Owner, name: str) -> None:
-        """Remove an owner's corpus. Requests that are being answered go on drafting from it."""
+        """Remove an owner's corpus; HTTPError if there is none of this name. Requests that are being answered go on
+        drafting from it.
+        """
         with self._lock:
             corpus = self._corpora.get(owner, {}).pop(name, None)
             if corpus is None:
@@ -102,7 +105,7 @@ class Corpora:
 
     def find(self, owners: Seq[Owner], names: Seq[str]) -> Corpus:
         """An index over the named corpora. Each name is looked up with the owners in order, and then among the corpora
-        of all clients.
+        that all clients may name. HTTPError for an unknown name.
         """
         found = tuple(self._one(owners, name) for name in dict.fromkeys(names))
         if len(found) == 1:

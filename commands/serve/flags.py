@@ -180,8 +180,9 @@ class ServerOptions:
         return found
 
     def check(self) -> None:
-        """UsageError for a key that no HTTP header can carry, for an origin that no browser sends (either would lock
-        everyone out), and for the name of an unknown format.
+        """UsageError for a certificate that cannot be used, for `--receipt-ids` without `--receipts`, for a key that no
+        HTTP header can carry, and for an origin that no browser sends (the last two would lock everyone out).
+        SpecDecError for a file that cannot be read or written.
         """
         self._check_certificate()
         if self.warm is not None:
@@ -205,7 +206,7 @@ class ServerOptions:
                 )
 
     def _check_certificate(self) -> None:
-        """UsageError for certificate files that cannot be used; it runs before a model is opened."""
+        """UsageError for certificate files that cannot be used, SpecDecError for a path that is no file."""
         if self.ssl_certfile is None:
             if self.ssl_keyfile is not None:
                 raise UsageError("`--ssl-keyfile` is given without a certificate", hint="name it by `--ssl-certfile`")
@@ -223,5 +224,5 @@ class ServerOptions:
             raise UsageError(
                 f"no certificate and key for TLS ({reason}): {self.ssl_certfile}, {key}",
                 hint="both are PEM files, the key without a password"
-                + ("; name that of the key by `--ssl-keyfile`" if self.ssl_keyfile is None else ""),
+                + ("; if the key is in another file, `--ssl-keyfile` names it" if self.ssl_keyfile is None else ""),
             ) from None

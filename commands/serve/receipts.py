@@ -11,8 +11,8 @@ OnProgress = Callable[[list[RequestHandle]], None]
 
 
 def logging_receipts(path: Path, fingerprint: Fingerprint, form: IdsForm, on_progress: OnProgress) -> OnProgress:
-    """Write a receipt for each answer that ends. `on_progress` is called when the receipts of the answers that have
-    just ended are in the file.
+    """A callback that appends a receipt for each answer that has just ended, and then calls `on_progress`: the receipt
+    is in the file before the client gets the end of its answer.
     """
 
     def log(answers: list[RequestHandle]) -> None:

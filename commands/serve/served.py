@@ -35,7 +35,7 @@ class ServedModel:
     names: tuple[str, ...]
     """Names that clients may use for the model; the first is the one in answers."""
     created: int
-    """Seconds since 1970."""
+    """Time at which the server was started, in seconds since 1970."""
     has_chat_template: bool
     defaults: dict[str, Any] = field(default_factory=dict)
     """Defaults of fields that a client leaves out."""
@@ -85,10 +85,6 @@ class ServedModel:
         }
 
     @property
-    def max_sequences(self) -> int:
-        return self.loop.capacity
-
-    @property
     def template_text(self) -> str:
         """The text of the model's chat template; empty if the model has no chat template."""
         return self.llm.chat_template.text if self.has_chat_template else ""
@@ -130,23 +126,23 @@ class ServedModel:
 
     @cached_property
     def tokenizer_info(self) -> dict[str, Any]:
-        """Special tokens by name, and the chat template."""
+        """Special tokens by name, the tokenizer's class, the chat template, and the sizes of vocabulary and context."""
         path = self.llm.tokenizer_dir / "tokenizer_config.json"
-        if is_gguf(self.llm.tokenizer_dir):
-            config = _config_of(self.tokenizer)
+        if is_gguf(self.llm.tokenizer_dir):  # the config that transformers would save for the special tokens
+            tokenizer: Any = self.tokenizer
+            config = {**tokenizer.special_tokens_map, "tokenizer_class": type(tokenizer).__name__}
         else:
             config = read_json(path) if path.is_file() else {}
         found = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        template = self.llm.chat_template.source if self.has_chat_template else None
         return found | {
             "tokenizer_class": config.get("tokenizer_class"),
-            "chat_template": template,
+            "chat_template": self.llm.chat_template.source if self.has_chat_template else None,
             "vocab_size": self.llm.bundle.config.vocab_size,
             "model_max_length": self.max_model_len,
         }
 
     def check_name(self, name: str | None) -> None:
-        """HTTPError if the name is another model's; the error names the model of this server."""
+        """HTTPError if the name is another model's; the error has the names of this server's model."""
         if name is None or name in self.names or self.takes_any_name:
             return
         own = ", ".join(f"`{own}`" for own in self.names)
@@ -159,16 +155,10 @@ class ServedModel:
         return self.max_model_len * self._longest_token
 
     def check_text_len(self, num_characters: int, param: str) -> None:
-        """HTTPError for a text with more characters than any prompt that fits could have; it runs before the text is
-        tokenized.
-        """
+        """HTTPError for a text with more characters than any prompt that fits; it runs before the text is tokenized."""
         if num_characters > self.max_text_len:
-            raise HTTPError(
-                400,
-                f"the text is longer than {self.max_model_len} tokens can be: {num_characters} characters",
-                param=param,
-                code="context_length_exceeded",
-            )
+            what = f"the text is longer than {self.max_model_len} tokens can be: {num_characters} characters"
+            raise HTTPError(400, what, param=param, code="context_length_exceeded")
 
     def check_has_no_special_token(self, texts: Any, param: str) -> None:
         """HTTPError for a special token in a text; texts inside lists and objects are checked too."""
@@ -185,11 +175,6 @@ class ServedModel:
         longest = self.llm.engine.max_draft_len
         if draft_len > longest:
             raise HTTPError(400, f"the engine takes drafts of at most {longest} tokens: {draft_len}", param=param)
-
-
-def _config_of(tokenizer: Any) -> dict[str, Any]:
-    """The config that transformers would save for a tokenizer's special tokens."""
-    return {**tokenizer.special_tokens_map, "tokenizer_class": type(tokenizer).__name__}
 
 
 def _content(token: Any) -> str | None:

@@ -16,8 +16,9 @@ from runtime.util.reading import read_json_lines, read_utf8
 
 
 def warm(served: ServedModel, path: Path, keys: Seq[bytes]) -> str:
-    """Compute the prompts of a file, for each API key; returns a summary in words. A line is the body of a request: a
-    chat request if it has `messages`. `max_tokens` is ignored. SpecDecError names a line that is no such body.
+    """Compute the prompts of a file, for each API key; returns a summary in words. A line is the body of a request, or
+    a line of a batch file; with `messages` it is a chat request. `max_tokens`, `n` and `stream` are ignored.
+    SpecDecError names a line that is no such body.
     """
     requests = list[Request]()
     owners: Seq[bytes | None] = keys or (None,)

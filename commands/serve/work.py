@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -24,7 +23,7 @@ from commands.serve.http.clients import with_key
 from commands.serve.http.errors import HTTPError
 from commands.serve.http.request_log import RequestLog
 from commands.serve.http.routes import make_app
-from commands.serve.http.server import Address, Certificate, errors_logged, serve
+from commands.serve.http.server import Address, errors_logged, serve
 from commands.serve.http.unread import ReadsBodies
 from commands.serve.receipts import OnProgress, logging_receipts
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
@@ -35,7 +34,7 @@ from runtime.loop.session import Session
 from runtime.util.errors import SpecDecError
 
 _OPEN_PATHS = frozenset({"/", "/health"})
-"""Paths that need no key: the page, which asks for the key, and paths for load balancers."""
+"""Paths that need no key: the page, which asks for the key, and the path for load balancers."""
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::\d*)?")
 """A host's name or address, and perhaps a port: RFC 9110, section 7.2."""
 
@@ -69,7 +68,7 @@ class Guard:
             await JSONResponse(error.body_at(scope["path"]), error.status, error.headers)(scope, receive, send)
             return
         if scope["method"] == "HEAD":
-            # The routes of GET answer; of their body uvicorn, which has the method that was asked, sends nothing.
+            # The routes of GET answer HEAD too. uvicorn still sees HEAD, and sends no body.
             scope = scope | {"method": "GET"}
         await self._app(with_key(scope, given, num_keys=len(self._expected)), receive, send)
 
@@ -97,7 +96,7 @@ class Guard:
             raise HTTPError(403, "pages from this origin may not use this server", code="origin_not_allowed")
 
     def _check_key(self, given: bytes) -> None:
-        is_right = [hmac.compare_digest(given, key) for key in self._expected]  # all of them, whichever it is
+        is_right = [hmac.compare_digest(given, key) for key in self._expected]  # all keys, also after a match
         if is_right and not any(is_right):
             raise HTTPError(401, "the API key is missing or wrong", code="invalid_api_key")
 
@@ -115,20 +114,12 @@ def _key_of(headers: dict[bytes, bytes]) -> bytes:
     return given.strip()
 
 
-@dataclass(frozen=True)
-class Serving:
-    """Settings of serving."""
-
-    address: Address
-    names: tuple[str, ...]
-    options: ServerOptions
-
-
-def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
-    """Serve until a signal ends the server."""
-    options, address = serving.options, serving.address
+def serve_setup(
+    setup: Setup, bound: socket.socket, address: Address, names: tuple[str, ...], options: ServerOptions
+) -> None:
+    """Serve until a signal ends the server. SpecDecError if the model cannot be served, or if its engine ends."""
     clock = Clock()
-    served = open_served(setup.llm, setup.session, clock, serving.names, options)
+    served = open_served(setup.llm, setup.session, clock, names, options)
     if options.warm is not None:
         note(warm(served, options.warm, [] if options.api_key is None else split_keys(options.api_key)))
     app = guarded_app(served, clock, options, is_of_this_machine=address.is_of_this_machine)
@@ -136,20 +127,19 @@ def serve_setup(setup: Setup, bound: socket.socket, serving: Serving) -> None:
     def say_where() -> None:
         for line in greeting(served, address):
             console = stderr()
-            console.print(line, soft_wrap=not console.is_terminal)  # between words; a program reads whole lines
+            console.print(line, soft_wrap=not console.is_terminal)  # a terminal wraps; a program reads whole lines
 
     if not address.is_of_this_machine and options.api_key is None:
         warn("anyone who can reach this address may send requests: `--api-key` or SPECDEC_API_KEY restricts access")
-    # What is there now stays. Looked through for garbage, its 400,000 objects hold up every thread for 0.3 s; and as
-    # that is put off until a quarter as many are new, those of requests would pile up.
+    # The 400,000 objects that exist now stay. To look through them for garbage stops every thread for 0.3 s, and Python
+    # does it only when there are a quarter as many new objects: until then the garbage of requests would pile up.
     gc.freeze()
     gc.enable()
     try:
         with errors_logged():
-            tls = Certificate(options.ssl_certfile, options.ssl_keyfile) if options.ssl_certfile is not None else None
-            serve(app, served.loop, bound, options.shutdown_timeout, say_where, tls)
+            serve(app, served.loop, bound, options, say_where)
     finally:
-        served.loop.stop(0)  # before the engine is closed, also where uvicorn did not wait for it
+        served.loop.stop(0)  # before the engine is closed, also if uvicorn did not wait for the loop
 
 
 def open_served(
@@ -158,7 +148,12 @@ def open_served(
     """The model with a loop that is not started yet; SpecDecError if it cannot be served."""
     check_can_serve(llm)
     has_chat_template = prepare_chat(llm)
-    with suppress(SpecDecError):  # told to those who ask for one
+    llm.reasoning_parser = options.reasoning_parser
+    defaults: dict[str, Any] = dict(llm.model_defaults.sampling)
+    if options.thinking_token_budget is not None:
+        llm.thinking  # noqa: B018  # or why there is none
+        defaults["thinking_token_budget"] = options.thinking_token_budget
+    with suppress(SpecDecError):  # a request with a grammar gets the error
         llm.grammars.prepare()
     llm.fingerprint  # noqa: B018  # it is kept: every answer has it
     limits = LoopLimits(options.max_queue_len, options.max_requests_per_client, options.max_gap_ms / 1000)
@@ -172,7 +167,7 @@ def open_served(
         names,
         int(time.time()),
         has_chat_template,
-        llm.model_defaults.sampling | _own_defaults(llm, options),
+        defaults,
         options.tool_call_parser,
         options.reasoning_parser,
         options.refuse_special_tokens,
@@ -182,15 +177,6 @@ def open_served(
     for name, path in options.corpora.items():
         served.corpora.open(name, path, served.tokenizer)
     return served
-
-
-def _own_defaults(llm: LLM, options: ServerOptions) -> dict[str, Any]:
-    """Defaults for requests from the server's flags; SpecDecError for a thinking budget if the model does not think."""
-    llm.reasoning_parser = options.reasoning_parser
-    if options.thinking_token_budget is None:
-        return {}
-    llm.thinking  # noqa: B018  # or why there is none
-    return {"thinking_token_budget": options.thinking_token_budget}
 
 
 def guarded_app(served: ServedModel, clock: Clock, options: ServerOptions, *, is_of_this_machine: bool = False) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
-from commands.build.report import described_quality
+from commands.build.document import described_quality
 from commands.inputs.dataset import EvalTask, Sample, summarization_prompt
 from commands.options.sessions import lossless_check
 from commands.output.documents.records import Total

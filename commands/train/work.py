@@ -23,7 +23,7 @@ from commands.train.flags import (
     TrainOptions,
     TrainResults,
 )
-from runtime.builder.engine_cache import engine_of_model, settings_of
+from runtime.builder.engine_cache import ModelEngines
 from runtime.builder.profile import engine_digest, model_digest
 from runtime.checkpoint.resolve import read_model_config, resolve_model
 from runtime.core.params import SamplingParams
@@ -117,11 +117,10 @@ def _open_target(
     config = read_model_config(resolve_model(inputs.target))
     heads = [given] if isinstance(given, HeadConfig) else []
     states = read_states_of(num_layers_of(config)) if given is None else states_of_heads(heads, config)
-    settings = settings_of(results.engines.options, hidden_states=states)
-    use_cache = not results.engines.no_cache
-    engine = engine_of_model(inputs.target, settings, use_cache=use_cache, phases=output.phases)
-    llm = LLM(stack.enter_context(engine), kv_cache=KVCacheConfig(block_reuse=False))
-    stack.enter_context(llm)
+    options = results.engines.options
+    options["use_cache"] = not results.engines.no_cache
+    engine_dir = ModelEngines(stack, options, output.phases).of_target(inputs.target, (), states)
+    llm = stack.enter_context(LLM(engine_dir, kv_cache=KVCacheConfig(block_reuse=False)))
     if isinstance(given, HeadConfig):
         given.check_target(llm.bundle.config.pretrained_config, llm.bundle.config.vocab_size)
     if given is not None:

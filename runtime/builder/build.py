@@ -288,7 +288,7 @@ def _head_of(config: HeadConfig, model: PreTrainedModel) -> Head:
 def _compiling(build: BuildConfig, device: torch.device) -> str:
     """Name of the compile phase, which says why it takes long the first time."""
     if uses_kernels(build.compiler, device.type) and not are_kernels_compiled():
-        return "compiling the step (first the CPU kernels: 2 to 4 minutes, once)"
+        return "compiling the step (first the CPU kernels: 1 to 4 minutes, once)"
     return "compiling the step"
 
 

@@ -63,7 +63,7 @@ from runtime.util.temporary import own_temporary_files, temporary_dir
 
 _MOST_BYTES_WITHOUT_KERNELS = 1 << 30
 _KERNELS_COME_LATER = (
-    "the CPU kernels are being compiled (2 to 4 minutes, once, in the background). Until then the model runs "
+    "the CPU kernels are being compiled (1 to 4 minutes, once, in the background). Until then the model runs "
     "several times slower, and where two tokens are nearly equally likely, later outputs may differ"
 )
 Phases = Callable[[], AbstractContextManager[Callable[[str], None]]]
@@ -105,20 +105,6 @@ def settings_of(
     return EngineSettings(
         with_defaults(options), hidden_states, draft_output=draft_output_of(options), heads=tuple(heads)
     )
-
-
-def settings_of_draft_model(options: EngineOptions, num_masks: int) -> EngineSettings:
-    """Settings for a draft model's engine, with the target's other options. The engine is not split or quantized again,
-    and has no copy. `num_masks` is the number of mask tokens that its steps take behind a sequence.
-    """
-    answers = settings_of(options).changed(
-        max_draft_len=max_draft_len_for(num_masks),
-        self_draft=None,
-        tensor_parallel_size=1,
-        quantization=None,
-        kv_cache_dtype="auto",
-    )
-    return replace(answers, draft_output=DraftOutputSettings())
 
 
 def no_phases() -> AbstractContextManager[Callable[[str], None]]:
@@ -193,6 +179,38 @@ def engine_of_model(
             check_is_aot(read_bundle(engine_dir).config)
         stack.callback(take_step, engine_dir)
         yield engine_dir
+
+
+@dataclass(frozen=True)
+class ModelEngines:
+    """Engines made from models by the same options. None of them is removed before `stack` is closed."""
+
+    stack: ExitStack
+    options: EngineOptions
+    phases: Phases = no_phases
+    answers_first: bool = False
+
+    def of_target(self, model: str, heads: Seq[HeadConfig], hidden_states: tuple[int, ...]) -> Path:
+        """Directory of the engine of a target, for which these heads draft."""
+        return self._made(model, settings_of(self.options, heads, hidden_states))
+
+    def of_draft_model(self, model: str, num_masks: int) -> Path:
+        """Directory of a draft model's engine, which is not split or quantized again, and has no copy. Its steps take
+        `num_masks` mask tokens behind a sequence.
+        """
+        answers = settings_of(self.options).changed(
+            max_draft_len=max_draft_len_for(num_masks),
+            self_draft=None,
+            tensor_parallel_size=1,
+            quantization=None,
+            kv_cache_dtype="auto",
+        )
+        return self._made(model, replace(answers, draft_output=DraftOutputSettings()))
+
+    def _made(self, model: str, settings: EngineSettings) -> Path:
+        use_cache, first = self.options.get("use_cache", True), self.answers_first
+        engine = engine_of_model(model, settings, use_cache=use_cache, phases=self.phases, answers_first=first)
+        return self.stack.enter_context(engine)
 
 
 def _is_usual_dtype(model_dir: Path, dtype: Dtype, entry_of: Callable[[Literal["auto", Dtype]], Path]) -> bool:

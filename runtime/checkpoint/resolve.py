@@ -48,7 +48,7 @@ def resolve_model(name: str) -> Path:
         raise SpecDecError(f"model is a file, not a directory: {name}", hint="give the directory that holds it")
     if (shipped := name.partition(":")[0]) in _SHIPPED:
         raise SpecDecError(
-            f"a shipped model is no file of a format: {name}",
+            f"a shipped model has no quantized files: {name}",
             hint=f"give `{shipped}`, and quantize it",
             code="shipped_format",
             model=shipped,

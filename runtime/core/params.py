@@ -60,6 +60,8 @@ class RequestField:
     flag: Flag | None = None
     config: str | None = None
     """Name in `SamplingConfig`, if it differs."""
+    bans: bool = False
+    """True if a field that shapes scores can forbid all tokens."""
     in_model: bool = False
     """True if a model's generation_config.json may have a default for the field."""
     in_every_document: bool = False
@@ -68,6 +70,11 @@ class RequestField:
     @property
     def greedy_ignores(self) -> bool:
         return self.shapes == "draw"
+
+    @property
+    def can_forbid_all(self) -> bool:
+        """True if a value of the field may leave no token that can be chosen."""
+        return self.shapes == "mask" or self.bans
 
 
 def in_all(name: str, *protocols: Protocol) -> dict[Protocol, str]:
@@ -304,7 +311,7 @@ class SamplingParams:
         int | None,
         RequestField(
             "No n-gram of this size occurs twice, the prompt included.", {}, "scores", Range(0), neutral=(0,),
-            in_model=True, in_every_document=True,
+            bans=True, in_model=True, in_every_document=True,
             flag=Flag("No n-gram of this size occurs twice, the prompt included; 0 is off.", "the model's, or 0"),
         ),
     ] = None  # fmt: skip
@@ -338,7 +345,8 @@ class SamplingParams:
     bad_words: Annotated[
         Sequence[str] | None,
         RequestField(
-            "Texts whose tokens are banned.", in_all("bad_words"), "scores", neutral=([],), in_every_document=True,
+            "Texts whose tokens are banned.", in_all("bad_words"), "scores", neutral=([],), bans=True,
+            in_every_document=True,
             flag=Flag("Text whose tokens are banned, with or without a space before it; repeatable.", "none"),
         ),
     ] = None  # fmt: skip
@@ -404,20 +412,20 @@ class SamplingParams:
     logit_bias: Annotated[
         Mapping[int, float] | None,
         RequestField("Token id -> number that is added to its logit.", in_all("logit_bias"), "scores",
-                     in_body=Range(-100, 100), most_items=1024, neutral=({},)),
+                     in_body=Range(-100, 100), most_items=1024, neutral=({},), bans=True),
     ] = None  # fmt: skip
     return_generation_logits: Annotated[
         bool, RequestField("True: the output has the logits of each generated token.", {}, neutral=(False,))
     ] = False
     receipt: Annotated[
         bool,
-        RequestField("True: the output has a receipt, which says all that its tokens follow from, for a check of them.",
+        RequestField("True: the output has a receipt, by which its tokens can be computed again and checked.",
                      in_all("receipt", *_OPENAI, "messages"), neutral=(False,)),
     ] = False  # fmt: skip
     json_schema: Annotated[
         str | Mapping[str, Any] | None,
-        RequestField("JSON schema that the output is valid by; `{\"type\": \"object\"}` is any object. Of this and the "
-                     "next three, one.", in_all("json_schema", *_OPENAI, "messages"), "form"),
+        RequestField("JSON schema that the output is valid by; `{\"type\": \"object\"}` is any object. At most "
+                     "one form is given.", in_all("json_schema", *_OPENAI, "messages"), "form"),
     ] = None  # fmt: skip
     regex: Annotated[
         str | None,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from runtime.core.grammar import Mask, Matcher
 from runtime.core.occurrences import NO_ENTRIES, Adjustments, Occurrences
-from runtime.core.params import GREEDY, SamplingConfig, grammar_name
+from runtime.core.params import FIELDS, GREEDY, SamplingConfig, grammar_name
 from runtime.core.thinking import Rule, ThinkingBudget
 from runtime.util.errors import SpecDecError
 
@@ -37,17 +37,6 @@ NO_RULE = Rule()
 _NOTHING = Adjustments(NO_ENTRIES, NO_ENTRIES, [])
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_NUMBERS, _NOT_ASKED = -1, -3  # in place of a token; every other negative one says that no token is left
-
-
-_FORBIDDING = (
-    "no_repeat_ngram_size",
-    "bad_words",
-    "logit_bias",
-    "min_tokens",
-    "allowed_token_ids",
-    "thinking_token_budget",
-)
-"""Fields of `SamplingConfig` that can forbid all tokens."""
 
 
 class NoValidToken(SpecDecError):
@@ -301,7 +290,8 @@ class Sampler:
 
     def _no_token_left(self, position: int) -> NoValidToken:
         own = [] if self.matcher is None else [self.matcher.kind]
-        given = [name for name in _FORBIDDING if getattr(self._params, name) != getattr(GREEDY, name)]
+        forbidding = [name for name, (_, field) in FIELDS.items() if field.can_forbid_all]
+        given = [name for name in forbidding if getattr(self._params, name) != getattr(GREEDY, name)]
         return no_token_left(position, [*own, *given])
 
     def noise_key(self, position: int) -> int:

@@ -111,8 +111,8 @@ class BestOf(CompositeDrafter):
         iteration_s: Callable[[int, int, float], float],
         vocab_size: int,
     ) -> None:
-        self.lookups, self.models = list(lookups), list(models)
-        super().__init__([*self.lookups, *(model.drafter for model in self.models)])
+        self.models = list(models)
+        super().__init__([*lookups, *(model.drafter for model in self.models)])
         self._iteration_s, self._vocab_size = iteration_s, vocab_size
         self._stats = AcceptanceStats()
         """Counts of the members by number, and of models' drafts that a lookup has lengthened (`_LONGER`)."""
@@ -122,6 +122,11 @@ class BestOf(CompositeDrafter):
         for model in self.models:
             if model.copy is not None:
                 model.copy.ask(self._suggest)
+
+    @property
+    def lookups(self) -> list[Drafter]:
+        """The members before the models, which may have been wrapped."""
+        return self.members[: len(self.members) - len(self.models)]
 
     def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
         for sequence in sequences:

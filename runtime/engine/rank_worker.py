@@ -50,7 +50,7 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     from runtime.core.kv_cache import BlockCopy, KVPool, kv_dtype
     from runtime.core.states import StateCopy, copy_slot, num_rolled_back, state_pools
     from runtime.engine.load import StepKind, open_step
-    from runtime.kernels.groups import COPY_BLOCK, COPY_SLOT, POOL, join_by_number, receive, to_batch
+    from runtime.kernels.groups import COPY_BLOCK, COPY_SLOT, POOL, join, receive, to_batch
     from runtime.kernels.memory import zeros, zeros_in
     from runtime.kernels.ops import flush_denormals
 
@@ -60,7 +60,7 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     mapping = Mapping(job["tp_size"], job["tp_size"], job["rank"])
     kind, shape = parse(StepKind, job["kind"], "kind"), parse(StepShape, job["shape"], "shape")
     step = open_step(kind, Path(job["directory"]), device, mapping)
-    join_by_number(job["way"], job["meeting"], mapping.rank, mapping.tp_size).use()
+    join(job["way"], job["meeting"], mapping.rank, mapping.tp_size).use()
     num_back, dtype = num_rolled_back(shape.build_config.max_draft_len), getattr(torch, shape.dtype)
     kept_as = kv_dtype(shape.dtype, shape.kv_cache)
     flush_denormals()

@@ -106,7 +106,7 @@ class RankedStep:
         self._files = [shared_memory(0) for _ in device_ids[1:]] if device.type == "cpu" else []
         rendezvous = Rendezvous(way, model.tp_size)
         try:
-            self._group = join(rendezvous, 0, model.tp_size)
+            self._group = join(rendezvous.way, rendezvous.number, 0, model.tp_size, rendezvous.store)
             # All ranks of a CPU have the same torch device, and differ by their cores.
             devices = ["cpu" if device.type == "cpu" else f"cuda:{device_id}" for device_id in device_ids]
             jobs = _jobs(model, rendezvous, cores, devices, self._files)

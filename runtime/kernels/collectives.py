@@ -76,33 +76,26 @@ for _name, _compute in _distributed.items():
         _libraries["specdec_distributed"].impl(_name, _compute, _device)
 
 
-def _operation(name: str, shares_memory: bool) -> Any:
-    return getattr(getattr(torch.ops, _NAMESPACES[shares_memory]), name)
+def _operation(name: str, shares_memory: bool) -> Callable[..., Tensor]:
+    found: Callable[..., Tensor] = getattr(getattr(torch.ops, _NAMESPACES[shares_memory]), name)
+    return found
 
 
 def all_reduce(x: Tensor, *, shares_memory: bool) -> Tensor:
     """The sum of x over all ranks, added in the order of ranks, so that each rank has the same bits."""
-    total: Tensor = _operation("all_reduce", shares_memory)(x)
-    return total
+    return _operation("all_reduce", shares_memory)(x)
 
 
 def gather_columns(x: Tensor, size: int, *, shares_memory: bool) -> Tensor:
-    """Columns [..., N x size] of all `size` ranks side by side, in the order of ranks, from this rank's columns [...,
-    N].
-    """
-    gathered: Tensor = _operation("gather_columns", shares_memory)(x, size)
-    return gathered
+    """Columns [..., N x size] of all `size` ranks, in the order of ranks, from this rank's columns [..., N]."""
+    return _operation("gather_columns", shares_memory)(x, size)
 
 
 def own_columns(x: Tensor, size: int, *, shares_memory: bool) -> Tensor:
     """This rank's share of the columns, [..., N / size], from all columns [..., N], which all `size` ranks have."""
-    own: Tensor = _operation("own_columns", shares_memory)(x, size)
-    return own
+    return _operation("own_columns", shares_memory)(x, size)
 
 
 def own_embeddings(ids: Tensor, weight: Tensor, *, shares_memory: bool) -> Tensor:
-    """Embeddings [*ids, C] from this rank's part [vocab / ranks, C] of the vocabulary; zeros for ids in other ranks'
-    parts.
-    """
-    found: Tensor = _operation("own_embeddings", shares_memory)(ids, weight)
-    return found
+    """Embeddings [*ids, C] from this rank's part of the vocabulary, [vocab / ranks, C]; zeros for other ids."""
+    return _operation("own_embeddings", shares_memory)(ids, weight)

@@ -30,7 +30,7 @@ STEP, POOL, COPY_BLOCK, COPY_SLOT = range(4)
 for states, and 1 if rank 0 has the same memory. COPY_BLOCK, COPY_SLOT: a block or a slot to copy to another.
 """
 _HERE = "127.0.0.1"
-_WAITS = timedelta(days=1)  # an ended rank is noticed at once, and a computing one is waited for
+_WAITS = timedelta(days=1)  # long: a rank that ends is noticed at once, and one that computes is waited for
 _keys = itertools.count(1)
 _here = threading.local()
 
@@ -77,17 +77,8 @@ class RankGroup(Protocol):
     def leave(self) -> None: ...
 
 
-def join(rendezvous: Rendezvous, rank: int, tp_size: int) -> RankGroup:
-    """Join the group; returns rank 0's end of it."""
-    return _join(rendezvous.way, rendezvous.number, rank, tp_size, rendezvous.store)
-
-
-def join_by_number(way: Way, number: int, rank: int, tp_size: int) -> RankGroup:
-    """Join as a rank in another process than the one that made the meeting point."""
-    return _join(way, number, rank, tp_size, None)
-
-
-def _join(way: Way, number: int, rank: int, tp_size: int, store: TCPStore | None) -> RankGroup:
+def join(way: Way, number: int, rank: int, tp_size: int, store: TCPStore | None = None) -> RankGroup:
+    """Join the group at the meeting point with this number; the process that made the meeting point gives its store."""
     return _Memory(number, rank, tp_size) if way == "shared" else _Distributed(way, number, rank, tp_size, store)
 
 
@@ -122,7 +113,7 @@ class _Distributed:
         try:
             store = store or TCPStore(_HERE, port, is_master=False, timeout=_WAITS)
             self._group = _backend(way, store, self.rank, self.size)
-        except Exception as error:  # raised by who uses the group
+        except Exception as error:  # raised by `use`
             self._error = error
 
     def use(self) -> None:
@@ -133,7 +124,7 @@ class _Distributed:
 
     def stop(self) -> None:
         if self._way == "nccl" and self._group is not None:
-            self._group.abort()  # gloo's connections end with the process
+            self._group.abort()  # not for gloo, whose connections end with the ended process
 
     def leave(self) -> None:
         if getattr(_here, "group", None) is self:
@@ -161,7 +152,7 @@ def _backend(way: Way, store: TCPStore, rank: int, tp_size: int) -> Any:
     else:
         backend = dist.ProcessGroupGloo
         options = backend._Options()
-        options._devices = [backend.create_device(hostname=_HERE)]  # otherwise what the machine's name leads to
+        options._devices = [backend.create_device(hostname=_HERE)]  # not the address of the machine's name
     options._timeout = _WAITS
     return backend(store, rank, tp_size, options)
 
@@ -184,7 +175,7 @@ def send(pipe: int, *parts: Seq[int] | Tensor) -> None:
 
 
 def receive(pipe: BinaryIO) -> Tensor | None:
-    """The next message, int64; None if no more will come."""
+    """The next message, int64; None if the writer has closed the pipe."""
     length = pipe.read(8)
     if len(length) < 8:
         return None

@@ -33,13 +33,12 @@ SOURCES_DIR = Path(__file__).parent / "csrc"
 _SOURCES = sorted(SOURCES_DIR.glob("*.cpp"))
 _HEADERS = sorted(SOURCES_DIR.glob("*.h"))
 _HALF = ("linear", "linear_attention", "quantized", "sampling", "selective_scan", "short_conv")
-"""Source files that take 40 of the compiler's 90 s together. More pieces would each parse torch's headers, which takes
-5 s.
+"""Source files that take 40 of the compiler's 90 s together, in one piece; the others are the second. More pieces would
+each parse torch's headers, which takes 5 s.
 """
 _FUSED = "--param=avoid-fma-max-bits=0"
-"""Option that has GNU's compiler use fused multiply-add in all loops. Tuned for AMD's Zen 2 and 3, GNU's compiler adds
-up some loops without fused multiply-add for one number of rows, and with it for another: a token's bits would depend
-on the other rows. Clang has no such tuning.
+"""Option by which GNU's compiler uses fused multiply-add in all loops. Tuned for AMD's Zen 2 and 3 it would use it
+for one number of rows and not for another, and a token's bits would depend on the other rows. Clang has no such tuning.
 """
 _FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", _FUSED, "-fopenmp", "-fPIC")
 _X86 = "abm adx amx avx bmi f16c fma gfni movbe popcnt sse ssse vaes vpclmulqdq"
@@ -54,7 +53,7 @@ from contextlib import suppress
 from pathlib import Path
 os.nice(19)
 with suppress(OSError):
-    Path("/proc/self/autogroup").write_text("19")  # a session of its own has its own share of the processor
+    Path("/proc/self/autogroup").write_text("19")  # else its session has an equal share of the processor
 from runtime.kernels.library import main
 main()
 """
@@ -104,16 +103,14 @@ INSTRUCTION_SETS = {
 
 
 def library_name(machine: str, instruction_set: InstructionSet) -> str:
-    """Name of the library in `PREBUILT_DIR`. A library fits a single minor version of torch, whose C++ classes it
-    uses.
-    """
+    """Name in `PREBUILT_DIR` of the library, which fits one minor version of torch, whose C++ classes it uses."""
     minor = ".".join(torch.__version__.split(".")[:2])
     return f"{machine}-{instruction_set.name}-torch{minor}.so"
 
 
 def prebuilt_kernels(instructions: Collection[str], sources: str, directory: Path = PREBUILT_DIR) -> Path | None:
-    """The wheel's library for this kind of machine and these sources, for a processor with `instructions`; None if
-    there is none.
+    """The wheel's best library for a processor with `instructions`; None if there is none, if it was made from other
+    sources, or if the file is cut off.
     """
     for instruction_set in INSTRUCTION_SETS.get(platform.machine(), ()):
         library = directory / library_name(platform.machine(), instruction_set)
@@ -136,7 +133,7 @@ def _is_whole(library: bytes) -> bool:
 
 
 def prebuilt_machines(directory: Path = PREBUILT_DIR) -> dict[str, list[str]]:
-    """Kinds of machines for which this installation has kernels, and the versions of torch."""
+    """Kinds of machines for which this installation has kernels, each with versions of torch: `x86_64`, `["2.13"]`."""
     found: dict[str, set[str]] = {}
     for path in directory.glob("*-*-torch*.so"):
         machine, _, version = path.stem.partition("-")
@@ -223,9 +220,7 @@ def _name_of(march: str) -> str:
 
 
 def _kept_without_compiler() -> bytes | None:
-    """The library in the cache, if there is no compiler to make one; None if there is a compiler, or no
-    such library.
-    """
+    """A library in the cache, if there is no compiler to make one; None if there is a compiler, or no such library."""
     if has_compiler():
         return None
     all_kept = map(read_sealed, sorted(cache_dir().glob(f"{_name_of('native')}-*.so")))
@@ -248,7 +243,7 @@ def compile_kernels(path: Path, march: str = "native") -> None:
             path.write_bytes(library)
             return
         if march == "native":
-            warnings.warn("compiling the CPU kernels: 2 to 4 minutes, once", SpecDecWarning, stacklevel=2)
+            warnings.warn("compiling the CPU kernels: 1 to 4 minutes, once", SpecDecWarning, stacklevel=2)
         with tempfile.TemporaryDirectory(dir=temporary_dir()) as directory:
             objects = compile_objects(compiler, Path(directory), (f"-march={march}",))
             libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
@@ -260,7 +255,7 @@ def compile_kernels(path: Path, march: str = "native") -> None:
 
 def _say_that_it_waits() -> None:
     warnings.warn(
-        "waiting for another process, which is compiling the CPU kernels: 2 to 4 minutes, once",
+        "waiting for another process, which is compiling the CPU kernels: 1 to 4 minutes, once",
         SpecDecWarning,
         stacklevel=2,
     )
@@ -311,9 +306,7 @@ def processor() -> str:
 
 
 def instructions() -> tuple[str, ...]:
-    """Sets of instructions that `-march=native` may use on this processor, by Linux's names; empty if Linux lists
-    none.
-    """
+    """Sets of instructions that `-march=native` may use on this processor, by Linux's names."""
     return tuple(flag for flag in _processor_flags() if flag.startswith(_INSTRUCTIONS))
 
 
@@ -360,12 +353,12 @@ def run_at_once(compiler: str, calls: list[list[str]]) -> None:
         try:
             for arguments in calls:
                 command = [*shlex.split(compiler), *arguments]
-                # In a group of its own, which ends as a whole: g++ has a child that compiles.
+                # A group of processes, which is killed as a whole: g++ has a child that compiles.
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
                 )
                 processes.append(stack.enter_context(process))
-                stack.callback(_kill_group, process)  # before it is waited for, if another failed
+                stack.callback(_kill_group, process)  # if another call failed, before this one is waited for
         except (OSError, ValueError) as error:  # ValueError: a quote in CXX is not closed
             raise no_compiler() from error
         for process in processes:
@@ -379,9 +372,7 @@ def run_at_once(compiler: str, calls: list[list[str]]) -> None:
 
 
 def _first_error(said: str) -> str:
-    """The line of a compiler's output that says what is wrong. The lines before it name files that include
-    the source.
-    """
+    """The line of a compiler's output that has the error; lines before it name the files that include the source."""
     lines = said.splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else "nothing")
 

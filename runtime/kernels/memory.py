@@ -1,6 +1,4 @@
-"""Memory from the system, which zeroes each page when it is first used: asked for in huge pages, kept, and
-given back.
-"""
+"""Memory from the system, which zeroes each page at its first use: huge pages, memory that is kept, and given back."""
 
 import ctypes
 import gc
@@ -17,15 +15,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-# mallopt(3), of glibc: what is free at the top of the heap is given back beyond the first, the heap grows by the
-# second, and what is larger than the third is not of the heap (32 MiB is the most it takes).
+# glibc's mallopt(3), in bytes: free memory at the top of the heap that is kept (M_TRIM_THRESHOLD), by which the heap
+# grows (M_TOP_PAD), and from which an allocation is outside the heap (M_MMAP_THRESHOLD, at most 32 MiB).
 _MALLOC = {-1: 1 << 30, -2: 64 << 20, -3: 32 << 20}
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python has no name for it before 3.13
 Mapping = TypeVar("Mapping", bound=mmap.mmap)
-# Of what may never be used up: a huge page, 2 MiB, is zeroed as a whole when a byte of it is used, and made room for.
+# In bytes. A huge page of 2 MiB is zeroed, and takes memory, as a whole when its first byte is used.
 _SMALL_PAGES_FIRST = 2 << 20
 _LITTLE_BYTES = 256 << 20
-"""Bytes of weights below which free memory is not looked for: that takes a quarter of a second."""
+"""Bytes of weights up to which no free memory is given back: that takes a quarter of a second."""
 _shared = threading.local()
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
@@ -36,7 +34,7 @@ def keep_freed_memory() -> None:
     kept.
 
     Otherwise the system takes the memory back, and zeroes each page again: 28,000 pages for a prompt of 900 tokens with
-    a model of 101 M parameters, a quarter of its time.
+    a model of 101 M parameters, which took a quarter of its time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is not None and not os.environ.keys() & set(_MALLOC_VARIABLES):
@@ -72,8 +70,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 @contextmanager
 def zeros_in(file: int) -> Iterator[None]:
-    """Within the block, `zeros` on the CPU are memory of this file, each behind the one before. Two processes that
-    inherit the file and ask for the same shapes share the memory.
+    """Within the block, `zeros` on the CPU are consecutive parts of this file. Two processes that inherit the file and
+    ask for the same shapes share the memory.
     """
     _shared.file, _shared.end = file, 0
     try:
@@ -91,12 +89,12 @@ def _next_of_file(num_bytes: int) -> Tensor:
 
 
 def reserve(kind: type[Mapping], num_bytes: int) -> Mapping:
-    """Zeros like `zeros`, as a mapping for which the system need not have all memory at once."""
+    """Zeros like `huge_pages`, as a mapping for which the system need not have all memory at once."""
     return _map(kind, num_bytes, _NO_RESERVE)
 
 
 def small_pages(memory: mmap.mmap, start: int, num_bytes: int) -> None:
-    """Have `num_bytes` bytes from `start` on in pages of the usual size, instead of huge pages."""
+    """Have `num_bytes` bytes from `start` on in pages of the usual size (4 KiB), not in huge pages."""
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE, start, num_bytes)
 
@@ -132,8 +130,8 @@ def trim(num_bytes: float = math.inf) -> None:
 
 
 def give_back(memory: Tensor) -> None:
-    """Give the pages of memory from `huge_pages` back to the system, for every tensor that shares it: their numbers
-    become zeros. For memory that is still referenced, but never read again.
+    """Give the pages of memory from `huge_pages` back to the system: the numbers of all tensors in it become zeros. For
+    memory that is still referenced, but never read again.
     """
     storage = memory.untyped_storage()
     give_back_pages(storage.data_ptr(), storage.nbytes())

@@ -4,7 +4,7 @@ measured. Importing this module loads nothing. The library comes from `runtime.k
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from math import prod
@@ -23,7 +23,7 @@ _MOST_COLUMNS = 128
 _MEASURED_SIZE = 2048  # of the layer that is measured, inputs and outputs
 _MANY_TOKENS = 256
 _PASSES = 3
-# Of MKL (VML), which torch takes for cosines, exponentials and the like on the CPU.
+# Functions that torch computes by MKL (VML) on the CPU.
 _VECTOR_FUNCTIONS = (
     *(torch.acos, torch.asin, torch.atan, torch.cos, torch.erf, torch.erfc, torch.exp, torch.expm1, torch.log),
     *(torch.log10, torch.log1p, torch.log2, torch.sin, torch.sqrt, torch.tan, torch.tanh),
@@ -65,7 +65,7 @@ def openmp_alone() -> Iterator[None]:
     Otherwise these threads would wait for more work on the cores that the kernels need: a prompt takes up to 1.6 times
     as long.
     """
-    if not hasattr(torch.ops.specdec, "keep_openmp_alone"):  # a step that is no package's, as campaigns have it
+    if not hasattr(torch.ops.specdec, "keep_openmp_alone"):  # no kernels are loaded, as in campaigns
         yield
         return
     before = torch.ops.specdec.keep_openmp_alone(True)
@@ -95,14 +95,12 @@ def flush_denormals_of_openmp() -> None:
 
 
 def kernel_group_size(group_size: int) -> int:
-    """Number of columns that the kernels take together: a weight's group, or the largest part of it that is short
-    enough.
-    """
+    """Columns that the kernels take together: a weight's group, or its largest divisor of at most 128."""
     return next(size for size in range(min(group_size, _MOST_COLUMNS), 0, -1) if group_size % size == 0)
 
 
 def describe_kernels() -> None:
-    """Tell the compiler the shapes of the kernels' results. This is needed to export or compile, not to run."""
+    """Tell the compiler the shapes of the kernels' results, which it needs to export or compile a step."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *others: object, **more: object) -> Tensor:
         return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
@@ -112,25 +110,17 @@ def describe_kernels() -> None:
     def pack_linear(weight: Tensor) -> Tensor:
         return weight.new_empty(-(-weight.shape[0] // panel), weight.shape[1], panel)
 
-    def linear(x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int) -> Tensor:
+    def linear(x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, *settings: int) -> Tensor:
         return x.new_empty(*x.shape[:-1], num_outputs)
 
     def experts_linear(x: Tensor, packed: Tensor, chosen: Tensor, num_outputs: int, *settings: int) -> Tensor:
         return x.new_empty(chosen.shape[0], num_outputs)
 
-    def short_conv(inputs: Tensor, *others: object) -> Tensor:  # and a scan, by its additions
+    def like_first(inputs: Tensor, *others: object) -> Tensor:
         return torch.empty_like(inputs)
 
     def linear_attention(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
         return value.new_empty(value.shape)
-
-    torch.library.register_fake("specdec::linear_attention", linear_attention, allow_override=True)
-    torch.library.register_fake("specdec::short_conv", short_conv, allow_override=True)
-    torch.library.register_fake("specdec::selective_scan", short_conv, allow_override=True)
-    torch.library.register_fake("specdec::experts_linear", experts_linear, allow_override=True)
-    torch.library.register_fake("specdec::paged_attention", attention, allow_override=True)
-    torch.library.register_fake("specdec::pack_linear", pack_linear, allow_override=True)
-    torch.library.register_fake("specdec::linear", linear, allow_override=True)
 
     def pack_quantized(values: Tensor, scales: Tensor, zeros: Tensor | None, offsets: Tensor | None) -> Tensor:
         bits = 4 if values.dtype == torch.uint8 else 8
@@ -147,19 +137,24 @@ def describe_kernels() -> None:
         shape = (-(-values.shape[0] // panel), num_inputs // columns, num_bytes // 2)
         return values.new_empty(shape, dtype=torch.int16)
 
-    torch.library.register_fake("specdec::pack_codes", pack_codes, allow_override=True)
-
-    def quantized_linear(
-        x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, arithmetic: int, token_bits: int
-    ) -> Tensor:
-        return x.new_empty(*x.shape[:-1], num_outputs)
-
     def quantized_rows(ids: Tensor, packed: Tensor, num_rows: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
         return ids.new_empty(*ids.shape, num_inputs, dtype=dtype)
 
-    torch.library.register_fake("specdec::quantized_rows", quantized_rows, allow_override=True)
-    torch.library.register_fake("specdec::pack_quantized", pack_quantized, allow_override=True)
-    torch.library.register_fake("specdec::quantized_linear", quantized_linear, allow_override=True)
+    shapes: dict[str, Callable[..., Tensor]] = {
+        "paged_attention": attention,
+        "pack_linear": pack_linear,
+        "linear": linear,
+        "experts_linear": experts_linear,
+        "short_conv": like_first,
+        "selective_scan": like_first,
+        "linear_attention": linear_attention,
+        "pack_quantized": pack_quantized,
+        "pack_codes": pack_codes,
+        "quantized_linear": linear,
+        "quantized_rows": quantized_rows,
+    }
+    for name, shape_of in shapes.items():
+        torch.library.register_fake(f"specdec::{name}", shape_of, allow_override=True)
 
 
 def fastest_arithmetic(dtype: torch.dtype, num_tokens: int) -> Arithmetic:

@@ -133,7 +133,7 @@ class AsyncLLM:
 
 @dataclasses.dataclass(eq=False)
 class _Reader:
-    """Asynchronous iterator over the results of one request of an `AsyncLLM`."""
+    """An iteration over one prompt's results: the event that wakes it, and the handles of its requests."""
 
     loop: asyncio.AbstractEventLoop
     event: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)

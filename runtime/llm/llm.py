@@ -1,4 +1,4 @@
-"""A model that answers: text in, text out. Python users import it, and `run` and `summarize` use it.
+"""A model that answers: text in, text out. Python users import it, and the commands use it.
 
 An `LLM` is an opened engine with its tokenizer. It answers prompts in sessions, one for each drafter and draft length
 mode; a session is opened when it is first asked for, and kept, so that a draft model is opened once and lookups
@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from runtime.builder.engine_cache import engine_of_model, settings_of, settings_of_draft_model
+from runtime.builder.engine_cache import ModelEngines
 from runtime.builder.engine_options import EngineOptions, draft_output_of
 from runtime.builder.profile import profile_for
 from runtime.checkpoint.bundle import Bundle, is_engine_dir, read_bundle
 from runtime.checkpoint.checkpoint_dir import check_has_no_head
-from runtime.checkpoint.config import (
-    check_arguments,
-)
+from runtime.checkpoint.config import check_arguments
 from runtime.checkpoint.costs import CostModel
 from runtime.checkpoint.generation_config import ModelDefaults, read_model_defaults
 from runtime.checkpoint.gguf.reader import is_gguf
@@ -85,7 +83,8 @@ AnyDrafter = AnySpec | Drafter | DraftFunction
 
 
 class LLM:
-    """An engine that answers prompts, opened from its directory or made from a model (a directory, hub id or `demo`).
+    """An engine that answers prompts, opened from its directory or made from a model: a directory, GGUF file, hub id or
+    `demo`.
 
     `mode` "leader" keeps sequences in a running batch; "orchestrator" calls the engine once for each step, as
     TensorRT-LLM's examples do. Prompts are computed `max_num_tokens` tokens at a time. With a `seed`, requests without
@@ -118,24 +117,25 @@ class LLM:
             raise UsageError(f"no model is given: {model!r}", hint="give a directory, a GGUF file, a hub id or `demo`")
         if not isinstance(kv_cache, KVCacheConfig | None):
             raise UsageError(
-                f"kv_cache must be a KVCacheConfig: {kv_cache!r:.100}", hint="KVCacheConfig(max_tokens=4096)"
+                f"kv_cache must be a KVCacheConfig: {kv_cache!r:.100}", hint="write KVCacheConfig(max_tokens=4096)"
             )
         self.mode = mode
         self.reasoning_parser: str | None = None
         """Name of the format of reasoning; None for the chat template's."""
         self.kv_cache = kv_cache or KVCacheConfig()
-        self._engine_options = engine
         is_made = not isinstance(model, Bundle) and not is_engine_dir(Path(model).expanduser())
         self._model = str(model) if is_made else None
         self._usual = usual_speculation(speculative_config, profile, self._model)
         if self._usual is not None and is_made:
-            self._engine_options = engine = engine_options_for(self._usual, engine)
+            engine = engine_options_for(self._usual, engine)
         self._has_told_penalties = self._has_measured = False
         self._sessions: dict[Speculation, Session] = {}
         self._opening = RLock()
+        self._stack = ExitStack()
+        self._engines = ModelEngines(self._stack, engine)
         with MODEL_INIT_LOCK, by_given_names(given), ExitStack() as stack:
-            self._stack = stack
-            self.bundle = model if isinstance(model, Bundle) else read_bundle(self._find_engine(model), self._model)
+            stack.enter_context(self._stack)  # closed if the `LLM` cannot be opened
+            self.bundle = model if isinstance(model, Bundle) else self._open_bundle(model)
             config = self.bundle.config
             _check_tp_size(engine.get("tensor_parallel_size"), config.mapping.tp_size)
             self.device_ids = check_device_ids(device_ids, config.mapping.tp_size)
@@ -152,8 +152,8 @@ class LLM:
                 self._usual = profile_for(profile, self.bundle).speculation
             _tell_what_is_not_done(self.model_defaults)
             engine_of_bundle = Engine.of_bundle(self.bundle, self.device_ids, self.kv_cache, max_num_tokens)
-            self.engine = stack.enter_context(engine_of_bundle)
-            self._stack = stack.pop_all()
+            self.engine = self._stack.enter_context(engine_of_bundle)
+            stack.pop_all()
         call_at_exit(self._end)
 
     def __enter__(self) -> "LLM":
@@ -163,9 +163,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give back the memory of the engine, and of draft models. Calls in other threads raise an error before their
-        next step.
-        """
+        """Free the memory of the engine and of draft models. Calls in other threads fail before their next step."""
         with self._opening:
             self.engine.turns.take(self._close)
 
@@ -210,9 +208,7 @@ class LLM:
         drafter: AnyDrafter | None = None,
         draft_len_mode: DraftLenMode | None = None,
     ) -> Generator[Piece]:
-        """Yield the outputs as they grow: a piece for each step of each output. To stop early, close the generator or
-        drop it.
-        """
+        """Yield a piece for each step of each output. To stop early, close the generator or drop it."""
         session = self.session(drafter, draft_len_mode)
         given, requests = self._requests(prompts, sampling_params)
         session.check_requests(requests)
@@ -312,15 +308,11 @@ class LLM:
         return session
 
     def _open_kept(self, speculation: Speculation) -> Session:
-        """Open a session that stays open as long as the `LLM`."""
-        if speculation.draft_len_mode is None:
-            return self._open_by_default(speculation)
-        return self.open_session(speculation, self._stack)
-
-    def _open_by_default(self, speculation: Speculation) -> Session:
-        """Open with automatic draft lengths if they are the default and step costs are known; otherwise with fixed
-        lengths.
+        """Open a session that stays open as long as the `LLM`. Without a mode, draft lengths are automatic if that is
+        the default and step costs are known; otherwise fixed.
         """
+        if speculation.draft_len_mode is not None:
+            return self.open_session(speculation, self._stack)
         mode = speculation.default_mode(is_leader=self.mode == "leader")
         try:
             return self.open_session(speculation.in_mode(mode), self._stack)
@@ -345,7 +337,7 @@ class LLM:
             self.engine,
             CostModel(config.step_costs, config.host_s) if speculation.draft_len_mode == "auto" else None,
             self.kv_cache,
-            self._find_engine,
+            lambda model, num_masks: _engine_path(model) or self._engines.of_draft_model(str(model), num_masks),
             self.identity,
             self.end_ids,
         )
@@ -368,16 +360,14 @@ class LLM:
 
     @cached_property
     def model_defaults(self) -> ModelDefaults:
-        """Sampling defaults in the model's generation_config.json; its `top_k` may exceed the vocabulary."""
+        """Sampling defaults in the model's generation_config.json, with a `top_k` of at most the vocabulary's size."""
         defaults = read_model_defaults(self.bundle.directory, MODEL_DEFAULTS)
         bounds = {"top_k": self.bundle.config.vocab_size}
         sampling = {name: min(value, bounds.get(name, value)) for name, value in defaults.sampling.items()}
         return dataclasses.replace(defaults, sampling=sampling)
 
     def chat_params(self) -> SamplingParams:
-        """The model's own sampling parameters, greedy if it has none, with as many output tokens as there
-        is room for.
-        """
+        """The model's own sampling parameters, greedy if it has none, with as many output tokens as fit."""
         values: dict[str, Any] = self.model_defaults.sampling or {"temperature": 0.0}
         return SamplingParams(max_tokens=None, **values)
 
@@ -475,18 +465,14 @@ class LLM:
 
     @cached_property
     def special_token_ids(self) -> dict[str, int]:
-        """Special tokens by name, such as `</s>`. They never appear in an output's text: as a stop word, such a name
-        ends it by id.
-        """
+        """Ids of special tokens by name. A stop word that is such a name, as `</s>`, ends an output by its id."""
         return {} if self.tokenizer is None else special_token_ids(self.tokenizer)
 
     def get_tokenizer(self) -> Any:
-        """transformers' tokenizer of the model, as from vLLM's method of this name; None for an engine without a
-        tokenizer.
-        """
+        """transformers' tokenizer of the model; None for an engine without one. vLLM has a method of this name."""
         if self.tokenizer is None:
             return None
-        if not hasattr(self.tokenizer, "apply_chat_template"):  # a lighter one, which reads prompts as that does
+        if not hasattr(self.tokenizer, "apply_chat_template"):  # our lighter class, which gives the same tokens
             self.tokenizer = load_tokenizer(self.tokenizer_dir, self.bundle.config.pretrained_config)
         return self.tokenizer
 
@@ -512,12 +498,12 @@ class LLM:
         return min(build.max_input_len, room)
 
     def text(self, sequence: Sequence) -> str | None:
-        """The text of an output, without end ids and without the text after a stop word; None without a tokenizer."""
+        """The text of an output, cut at its end id or stop word as its request wants; None without a tokenizer."""
         return sequence_text(self.tokenizer, sequence)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """The engine's fingerprint. It is computed at the first call, in two steps."""
+        """The engine's fingerprint, computed at the first call in two steps of the engine."""
         return fingerprint_of(self.engine, self.tokenizer)
 
     def check_receipts(self, receipts: Iterable[Mapping[str, Any]], rule: "Rule | None" = None) -> "list[Finding]":
@@ -620,24 +606,23 @@ class LLM:
             )
         return self.tokenizer
 
-    def _find_engine(self, model: str | Path, num_masks: int | None = None) -> Path:
-        """The engine's directory for a model, or the directory itself if it is an engine's. A `Path` is never a hub id.
-        With `num_masks` the model is a draft model, whose steps take that number of mask tokens behind a sequence.
-        """
-        path = Path(model).expanduser()
-        is_model = path.is_dir() or path.suffix.lower() == ".gguf" or is_gguf(path)
-        if is_engine_dir(path) or (isinstance(model, Path) and not is_model):
-            return path
-        options, use_cache = self._engine_options, self._engine_options.get("use_cache", True)
-        if num_masks is None:
-            head, is_split = options.get("head"), options.get("tensor_parallel_size", 1) > 1  # no head drafts for it
-            head = model if head is None and not is_split and has_mtp_head(model) else head
-            heads = [] if head is None else [read_head(head)]
-            draft_output_of(options).check(heads, has_copy=options.get("self_draft") is not None)
-            settings = settings_of(options, heads, hidden_states_for(heads, str(model)))
-        else:
-            settings = settings_of_draft_model(options, num_masks)
-        return self._stack.enter_context(engine_of_model(str(model), settings, use_cache=use_cache))
+    def _open_bundle(self, model: str | Path) -> Bundle:
+        """An engine's bundle, or a model's, whose own MTP head drafts if no head is given."""
+        if (path := _engine_path(model)) is not None:
+            return read_bundle(path)
+        options = self._engines.options
+        head, is_split = options.get("head"), options.get("tensor_parallel_size", 1) > 1  # no head drafts if split
+        head = model if head is None and not is_split and has_mtp_head(model) else head
+        heads = [] if head is None else [read_head(head)]
+        draft_output_of(options).check(heads, has_copy=options.get("self_draft") is not None)
+        return read_bundle(self._engines.of_target(str(model), heads, hidden_states_for(heads, str(model))), str(model))
+
+
+def _engine_path(model: str | Path) -> Path | None:
+    """The path of an engine, or of nothing that a model could be: a `Path` is never a hub id. None for a model."""
+    path = Path(model).expanduser()
+    is_model = path.is_dir() or path.suffix.lower() == ".gguf" or is_gguf(path)
+    return path if is_engine_dir(path) or (isinstance(model, Path) and not is_model) else None
 
 
 def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:
@@ -653,8 +638,8 @@ def _show_progress(num_outputs: int, stack: ExitStack) -> OnTokens:
 
 
 def _within_vocabulary(end_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """The end ids within the vocabulary, with a warning for other ids: some of transformers' config classes have a
-    default end id, whatever the vocabulary.
+    """The end ids within the vocabulary, with a warning for the first other one: some of transformers' config classes
+    have a default end id, whatever the vocabulary.
     """
     foreign = sorted(i for i in end_ids if i >= vocab_size)
     if foreign:

@@ -43,8 +43,7 @@ _INSTEAD = {
     "swap_space": "nothing: a preempted request is computed again",
     "trust_remote_code": "nothing: code that comes with a model is never run",
 }
-"""vLLM's arguments of an `LLM` that specdec lacks, and our replacement for each; `{value}` is the value that was given.
-"""
+"""vLLM's arguments of an `LLM` that specdec lacks, and our replacement for each; `{value}` is the given value."""
 
 
 def check_not_empty(options: Mapping[str, Any]) -> None:
@@ -64,8 +63,8 @@ def _instead_of(name: str, value: Any) -> str:
 def usual_speculation(
     config: Mapping[str, Any] | None, profile: str | Path | None, model: str | None
 ) -> Speculation | None:
-    """Speculation of calls that name no drafter. None if there is none, or if it is in an engine's profile, which is
-    read later.
+    """Speculation of calls that name no drafter, by a config or by the profile of a `model`. None without either, and
+    for an engine (`model` None), whose profile is read when the engine is open.
     """
     if config is not None and profile is not None:
         raise UsageError(
@@ -77,9 +76,7 @@ def usual_speculation(
 
 
 def engine_options_for(speculation: Speculation, options: EngineOptions) -> EngineOptions:
-    """Build options, with the settings that these drafters need from a model's engine added where the options leave
-    them open.
-    """
+    """The build options, and the settings that these drafters need from a model's engine where no option sets them."""
     needed: EngineOptions = {"max_draft_len": max(speculation.max_draft_len or 0, USUAL_MAX_DRAFT_LEN)}
     if speculation.needs_copy:
         needed["self_draft"] = "int4"

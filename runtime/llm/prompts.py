@@ -27,7 +27,7 @@ Prompt = str | Seq[int] | TextPrompt | TokensPrompt
 
 def prompts_of(prompts: Prompt | Seq[Prompt]) -> list[tuple[Any, str | None]]:
     """The texts or ids of the prompts, each with its `cache_salt`. A single prompt becomes a list of one; a list of ids
-    is a single prompt. UsageError for anything else.
+    is a single prompt. UsageError for bytes, for a value that is no list, and for a dict in another form.
     """
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise UsageError(
@@ -36,7 +36,7 @@ def prompts_of(prompts: Prompt | Seq[Prompt]) -> list[tuple[Any, str | None]]:
         )
     if isinstance(prompts, str | Mapping):
         return [_content_of(prompts)]
-    found: list[Any] = list(prompts)  # once: a generator's first is gone when it is looked at
+    found: list[Any] = list(prompts)  # a generator can be read only once
     is_one = bool(found) and all(isinstance(one, int) for one in found)
     return [(found, None)] if is_one else [_content_of(one) for one in found]
 

@@ -6,9 +6,8 @@ knows that they are B sequences of Q tokens each. Whether a query may see a key 
 mask function is registered, so transformers hands over `attention_mask=None`, and nothing here may rely on it.
 
 A third function, `specdec_probe`, computes nothing and records each layer's K/V shape and window. A model is supported
-when every one of its layers was recorded (Falcon and BLOOM never call a registered function and would run silently
-wrong), and asks for the window that transformers' own mask would have (Phi-MoE tells its mask of a window, and its
-attention of none).
+when every one of its layers was recorded (transformers' Falcon and BLOOM never call a registered function, and would
+be silently wrong), and asks for the window that transformers' own mask has (Phi-MoE gives a window to its mask alone).
 """
 
 from bisect import bisect_left
@@ -30,7 +29,7 @@ from runtime.util.errors import SpecDecError
 
 PAGED, KERNEL, PROBE = "specdec_paged", "specdec_kernel", "specdec_probe"
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""Name of transformers' parameter for its cache; since 5.24 it is the first of these."""
+"""Name of transformers' parameter for its cache: `cache` since 5.24."""
 SEE_MODELS = "docs/models.md lists the model families that work"
 
 
@@ -45,7 +44,7 @@ class PagedInputs:
     slot_mapping: Tensor  # (B, Q) int64
     block_tables: Tensor  # (B, N) int64
     layers: tuple[int, ...]  # numbers of layers that have keys and values
-    state_layers: tuple[int, ...] = ()  # and of the layers that have a state
+    state_layers: tuple[int, ...] = ()  # numbers of layers that have a state
     state_slots: Tensor | None = None  # (B,) int64
     state_pools: list[Tensor] = field(default_factory=list)  # see `runtime.core.states.state_pools`
     masks: dict[tuple[int | None, int | None, int], Tensor] = field(default_factory=dict)
@@ -77,9 +76,7 @@ class PagedInputs:
         return self.masks[sliding_window, attention_chunk, num_groups]
 
     def written(self) -> Tensor:
-        """Flags bool [B, N x block_size], False behind a row's last token, where blocks still have other sequences'
-        numbers.
-        """
+        """Flags bool [B, N x block_size], False behind a row's last token: blocks have old numbers there."""
         num_slots = self.block_tables.shape[1] * self.key_pools[0].shape[3]
         return torch.arange(num_slots, device=self.positions.device) <= self.positions.amax(1, keepdim=True)
 
@@ -103,8 +100,8 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,  # (H,) a logit of each head that has no value
-    slopes: Tensor | None = None,  # (H,) what a logit loses with each token between query and key
+    s_aux: Tensor | None = None,  # (H,) a sink: each head's logit of a key without a value
+    slopes: Tensor | None = None,  # (H,) by which a logit falls with each token between query and key
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Write this step's K/V into the pool, then attend over each row's blocks. Returns [1, B x Q, heads, value dim]."""
@@ -133,13 +130,13 @@ def paged_attention(
         weights = weights_beside_sinks(scores.masked_fill(~mask, -torch.inf), sinks)
         output = (weights @ values.float()).to(query.dtype)
     output = output.masked_fill((mask & broken.unsqueeze(2)).any(-1, keepdim=True), torch.nan)
-    # Contiguous, as transformers' own attention gives it: some models take a view (AFMoE).
+    # Contiguous, like the output of transformers' own attention: some models take a view of it (AFMoE).
     return output.reshape(B, H, Q, Dv).transpose(1, 2).reshape(1, B * Q, H, Dv).contiguous(), None
 
 
 def attention_chunk_of(module: nn.Module) -> int | None:
-    """Length of the module's attention chunks, or None: a query sees no key before the beginning of its chunk. Only the
-    mask is told this length, attention itself is not (Llama 4).
+    """Length of the module's attention chunks, or None: a query sees no key before its chunk's beginning. transformers
+    gives this length to the mask alone, not to attention (Llama 4).
     """
     config: Any = getattr(module, "config", None)
     types, layer = getattr(config, "layer_types", None) or (), _layer_index(module)
@@ -151,7 +148,7 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def weights_beside_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax in float32 over masked scores and a sink logit for each row, [..., 1], which has no value."""
+    """Softmax over masked scores [..., keys] and a sink's logit for each row, [..., 1], whose weight is left out."""
     if sinks is None:
         return scores.softmax(-1)
     beside = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -182,9 +179,7 @@ def write_kv(paged: PagedInputs, layer: int, key: Tensor, value: Tensor) -> None
 
 
 def _read(paged: PagedInputs, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys [B, kv heads, N x block_size, dim] and values [B, kv heads, N x block_size, value dim] of all the rows'
-    blocks.
-    """
+    """Keys [B, kv heads, N x block_size, dim] and values [..., value dim] of all the rows' blocks."""
     tables = paged.block_tables
     keys = paged.key_pools[layer][tables].permute(0, 2, 1, 4, 3).flatten(2, 3)
     values = paged.value_pools[layer][tables].transpose(1, 2).flatten(2, 3)
@@ -252,8 +247,8 @@ def chunks_without_padding() -> Iterator[None]:
 
 
 def probe_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Tensor:
-    """The first key that transformers' mask shows to each of two far queries, [1, 1, 1, 2]; -1 if it also shows later
-    keys.
+    """The first key that transformers' mask shows to each of two far queries, [1, 1, 1, 2]; -1 if it shows a later key
+    or hides the query's own.
     """
     return torch.tensor([[[[_first_seen(mask_function, query) for query in _FAR]]]], device="cpu")
 
@@ -282,12 +277,12 @@ def probe_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Record the layer's K/V shape in `paged`; returns zeros in the shape of attention's output."""
-    if paged is None:  # not handed over to attention, as little as it would be when it counts
+    if paged is None:  # it did not reach attention, and would not in a step
         refuse_own_attention(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
     _refuse_unsupported(module, kwargs)
     layer, attention_chunk = _layer_index(module), attention_chunk_of(module)
     shape = LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1], sliding_window, attention_chunk)
-    if attention_mask is not None and attention_mask.device.type == "cpu":  # of `probe_mask`
+    if attention_mask is not None and attention_mask.device.type == "cpu":  # made by `probe_mask`
         positions = getattr(module.config, "max_position_embeddings", None) or _FAR[0]
         _refuse_other_mask(shape, attention_mask.flatten().tolist(), positions)
     if layer in paged.layers:

@@ -29,7 +29,7 @@ def has_causal_class(model_type: str) -> bool:
         module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
         found = getattr(module, family.causal_class)
         if (name := family.experts_class) is not None:
-            # A class of its own: models that were made before keep theirs, whose experts know no implementation.
+            # Another class: models that were made before keep the class whose experts know no implementation.
             ours = type(name, (getattr(module, name),), {"__module__": module.__name__})
             setattr(module, name, use_experts_implementation(ours))
             for one in (found, found.__bases__[0]):
@@ -51,7 +51,7 @@ def model_class(config: PreTrainedConfig) -> Any:
     """The class for the config's model whose attention can be replaced by ours."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     for name, by_implementation in vars(sys.modules[found.__module__]).items():
-        if name.endswith("_ATTENTION_CLASSES"):  # of GPT-J and GPT-Neo: one for each implementation that they know
+        if name.endswith("_ATTENTION_CLASSES"):  # GPT-J's and GPT-Neo's: a class for each implementation
             for ours in (KERNEL, PAGED, PROBE):
                 by_implementation.setdefault(ours, by_implementation["eager"])
     return found
@@ -69,7 +69,7 @@ def _with_head(text_model: type[Any], config_class: type[PreTrainedConfig]) -> t
             self.post_init()
 
     WithHead.__name__ = WithHead.__qualname__ = f"{text_model.__name__}WithHead"
-    WithHead.__module__ = text_model.__module__  # transformers looks there for what the model can do
+    WithHead.__module__ = text_model.__module__  # transformers reads that module's code
     WithHead.config_class = config_class
     return WithHead
 

@@ -23,9 +23,7 @@ def experts_by_kernel(model: PreTrainedModel) -> Iterator[None]:
     """Have the kernel, which must be loaded, compute a model's experts within the block."""
     before, of_config = model.get_experts_implementation(), model.config._experts_implementation_internal
     model.set_experts_implementation(EXPERTS_KERNEL)
-    model.config._experts_implementation_internal = (
-        EXPERTS_KERNEL  # transformers leaves it where experts are ours (Llama 4)
-    )
+    model.config._experts_implementation_internal = EXPERTS_KERNEL  # not set if experts are ours (Llama 4)
     try:
         yield
     finally:
@@ -43,9 +41,7 @@ def kernel_experts(
     top_k_index: Tensor,  # (S, k) int64
     top_k_weights: Tensor,  # (S, k)
 ) -> Tensor:  # (S, C)
-    """Experts' outputs, in place of transformers' `batched_mm_experts_forward`, which copies an expert's weights for
-    each token.
-    """
+    """Outputs in place of `batched_mm_experts_forward`, which copies an expert's weights for each token."""
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     if not all(_can_serve(experts, name) for name in names):
         output: Tensor = batched_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
@@ -63,7 +59,10 @@ def kernel_experts(
 def _can_serve(experts: nn.Module, name: str) -> bool:
     if isinstance(getattr(experts, name), QuantizedExperts):
         return True
-    weight = _rows(experts, name)
+    return _is_packable(_rows(experts, name))
+
+
+def _is_packable(weight: Tensor) -> bool:
     return weight.dtype in _DTYPES and weight.shape[2] % 2 == 0
 
 
@@ -71,12 +70,12 @@ def _rows(experts: nn.Module, name: str) -> Tensor:
     """Weights of the experts, [experts, outputs, inputs]."""
     weight = getattr(experts, name)
     assert isinstance(weight, Tensor)
-    # Llama 4's do not say how they lie, and have no biases.
+    # Llama 4's experts do not have `is_transposed`: they are [experts, inputs, outputs].
     return weight.transpose(1, 2) if getattr(experts, "is_transposed", True) else weight
 
 
 def expert_product(experts: nn.Module, name: str, x: Tensor, chosen: Tensor) -> Tensor:
-    """Output [S x k, outputs]: each token times each of its k experts; `x` is [S, inputs] or [S x k, inputs]."""
+    """Output [S x k, outputs] of each token's k experts; `x` is [S, inputs] or [S x k, inputs]."""
     own = getattr(experts, name)
     products = own(x, chosen) if isinstance(own, QuantizedExperts) else _product(_rows(experts, name), x, chosen)
     return products + getattr(experts, f"{name}_bias")[chosen] if getattr(experts, "has_bias", False) else products
@@ -86,7 +85,7 @@ def chosen_product(config: PreTrainedConfig, weight: Tensor, x: Tensor, chosen: 
     """`expert_product` with weights [E, outputs, inputs]. Without the kernel it copies an expert's weights for each
     token, like transformers' `batched_mm`.
     """
-    if computes_by_kernel(config) and weight.dtype in _DTYPES and weight.shape[2] % 2 == 0:
+    if computes_by_kernel(config) and _is_packable(weight):
         return _product(weight, x, chosen)
     each = x.repeat_interleave(chosen.shape[0] // x.shape[0], 0).unsqueeze(-1)
     return (weight[chosen].to(x.dtype) @ each).squeeze(-1)

@@ -32,12 +32,10 @@ class _Fused:
     parts: list[tuple[str, str]]
 
     def convert(self, parts: Seq[Tensor]) -> dict[str, Tensor]:
-        """The target weight, and further weights that transformers forms from the same tensors, such as Ernie 4.5 VL's
-        experts for images.
-        """
+        """The target weight, and others that transformers makes of the same tensors (Ernie 4.5 VL's for images)."""
         one = deepcopy(self.converter)
         for (name, pattern), tensor in zip(self.parts, parts, strict=True):
-            one.add_tensor(self.target, name, pattern, tensor)  # type: ignore[arg-type]  # or what makes it
+            one.add_tensor(self.target, name, pattern, tensor)  # type: ignore[arg-type]  # it takes functions too
         made = one.convert(self.target, model=self.model, config=self.model.config)
         tensors = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -78,10 +76,8 @@ def fused_names(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
 
 
 def fuse(model: PreTrainedModel, pieces: Seq[Piece], wanted: Mapping[str, tuple[int, ...]]) -> list[Piece]:
-    """The pieces, with one piece for each of the `wanted` weights in place of its parts. `wanted` has
-    their shapes in the model.
-
-    The model may be on `meta`. SpecDecError for a weight that cannot be joined.
+    """The pieces, with one piece for each `wanted` weight in place of its parts. `wanted` has the shapes in the model,
+    which may be on `meta`. SpecDecError for a weight that cannot be joined.
     """
     by_name = {next(iter(piece.forms)): piece for piece in pieces}
     groups = _group(model, by_name, wanted)
@@ -117,7 +113,7 @@ def fuse_layers(
     model: PreTrainedModel, layers: Mapping[str, PrequantizedLayer], wanted: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, PrequantizedLayer], dict[str, PrequantizedLayer]]:
     """Join quantized layers into the `wanted` weights [experts, outputs, inputs] without dequantizing; also return the
-    layers left over. Layers with different groups or orders of inputs stay apart.
+    layers left over. Layers of different formats or groups stay apart, and so do layers with reordered inputs.
     """
     made: dict[str, PrequantizedLayer] = {}
     left = dict(layers)
@@ -129,13 +125,9 @@ def fuse_layers(
     return made, left
 
 
-def _without_values(layer: PrequantizedLayer) -> QuantizedWeight:
-    return layer.read({part: tensor.without_values() for part, tensor in layer.parts.items()})
-
-
 def _fusable(group: _Fused, layers: Seq[PrequantizedLayer], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The weights that these layers can be joined into; empty if they must stay apart."""
-    weights = [_without_values(layer) for layer in layers]
+    weights = [layer.read({part: one.without_values() for part, one in layer.parts.items()}) for layer in layers]
     parts = [weight.by_output() for weight in weights]
     kinds = [
         ({part: one.dtype for part, one in of_one.items()}, weight.book is None)

@@ -7,9 +7,10 @@ and RecurrentGemma call no such functions, and Mamba computes a product outside 
 
 import inspect
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -22,7 +23,10 @@ from runtime.checkpoint.config import RecurrentShape, StateShape
 from runtime.core.states import CHUNK_SIZE
 from runtime.model.attention import KERNEL, PagedInputs, Recorded
 from runtime.model.recurrences import linear_attention, selective_scan, short_conv
-from runtime.model.replaced import NumberedLayer, own_module
+from runtime.model.replaced import NumberedLayer, own_module, replace_function
+
+_MOST_CHANNELS = 64
+"""Most channels that a thread scans together."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,7 @@ class LayerStates:
         return convolved
 
     def attend(self, parts: tuple[Tensor, ...], scale: float, *, normalizes: bool) -> Tensor:
-        """Linear attention from `parts`: query, key, value, decay, and beta of the delta rule. Returns a tensor of the
-        value's shape.
-        """
+        """Linear attention, in the value's shape, from `parts`: query, key, value, decay, and perhaps beta."""
         query, key, value, decay, *beta = parts
         if isinstance(self.paged, Recorded):
             num_decays = 1 if decay.dim() == 3 else decay.shape[3]
@@ -91,7 +93,20 @@ class Mixer(NumberedLayer):
         return LayerStates(paged, self.layer_idx, self.model_config._attn_implementation == KERNEL)
 
 
-class MambaMixer(Mixer):
+class OwnMixer(Mixer):
+    """A mixer whose `mixed` takes the place of its forward in a step with paged inputs."""
+
+    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
+        if paged is None:
+            return super().forward(hidden_states, **kwargs)
+        return self.mixed(hidden_states, self.states(paged), **kwargs)
+
+    @abstractmethod
+    def mixed(self, hidden_states: Tensor, states: LayerStates, **kwargs: Any) -> Any:
+        """The output of the module's forward for one row of B x Q tokens [1, B x Q, C]."""
+
+
+class MambaMixer(OwnMixer):
     """Forward of `MambaMixer` and similar modules, whose step sizes come from a product that none of transformers'
     functions computes. Falcon-Mamba and Jamba also normalise the scan's inputs.
     """
@@ -107,19 +122,15 @@ class MambaMixer(Mixer):
     time_step_rank: int
     ssm_state_size: int
 
-    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Tensor:
-        if paged is None:
-            output: Tensor = super().forward(hidden_states, **kwargs)
-            return output
-        states = self.states(paged)
+    def mixed(self, hidden_states: Tensor, states: LayerStates, **kwargs: Any) -> Tensor:
         x, gate = self._divided(self.in_proj(hidden_states))
         x = self.act(states.convolve(x, self.conv1d.weight.squeeze(1), self.conv1d.bias))
         steps, keys, queries = self._read(x)
         steps, wide, decays = F.softplus(steps.float()), x.float(), -torch.exp(self.A_log.float().flatten(0, -2))
         parts = steps * wide, steps, keys.float(), queries.float()
         scanned = states.scan(parts, decays.t()) + wide * self.D.float().flatten()
-        mixed: Tensor = self.out_proj((scanned * F.silu(gate).float()).to(x.dtype))
-        return mixed
+        output: Tensor = self.out_proj((scanned * F.silu(gate).float()).to(x.dtype))
+        return output
 
     def _divided(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and gate, [1, B x Q, C] each."""
@@ -191,13 +202,13 @@ class RecurrentMixer(Mixer):
 
     def prepare(self, name: str, model: PreTrainedModel) -> None:
         super().prepare(name, model)
-        _place_functions(own_module(self), self.functions)
+        for function, ours in self.functions.items():
+            replace_function(own_module(self), function, partial(_with_paged, ours))
 
-    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
         if paged is not None:
             kwargs["paged"] = self.states(paged)
-        output: Tensor = super().forward(hidden_states, **kwargs)
-        return output
+        return super().forward(hidden_states, **kwargs)
 
 
 class DeltaNet(RecurrentMixer):
@@ -218,25 +229,13 @@ class Mamba2(RecurrentMixer):
     functions: ClassVar = {"causal_conv1d_fn": _convolved, "mamba2_chunk_scan": _chunk_scan}
 
 
-def _place_functions(module: Any, functions: dict[str, Callable[..., Any]]) -> None:
-    """Replace functions of transformers' module, by name, with ours for calls that pass `paged`."""
-    for name, ours in functions.items():
-        theirs = getattr(module, name)
-        if not hasattr(theirs, "of_paged"):
-            setattr(module, name, _with_paged(theirs, ours))
+def _with_paged(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ours if `paged` is passed, and transformers' otherwise."""
+    by_torch = inspect.unwrap(theirs)  # a library for GPUs may have replaced it
 
-
-def _with_paged(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    by_torch = inspect.unwrap(theirs)  # where a library for GPUs stands for it
-
-    @wraps(theirs)
     def function(*args: Any, paged: LayerStates | None = None, **kwargs: Any) -> Any:
         if paged is not None:
             return ours(paged, *args, **kwargs)
         return (by_torch if args[0].device.type == "cpu" else theirs)(*args, **kwargs)
 
-    function.of_paged = ours  # type: ignore[attr-defined]
     return function
-
-
-_MOST_CHANNELS = 64  # that a thread scans together

@@ -1,7 +1,7 @@
 """The transformers model of an engine: made from a config without weights (probe), or from a checkpoint.
 
-Model code is transformers' own. Ours are the check that specdec runs the model correctly, and `Step`, which gives the
-compiled function its signature.
+Model code is transformers' own, except the classes in `runtime.model.families`. Ours are the check that specdec runs
+the model correctly, and `Step`, which gives the compiled function its signature.
 """
 
 import copy
@@ -56,7 +56,7 @@ from runtime.util.locks import MODEL_INIT_LOCK, lock_transformers, quiet_transfo
 
 _CONVERT_AGAIN = "convert the model again"
 _LEFT_OUT = {"gate", "router", "shared_expert_gate", "wg", "dt_proj", "weights_proj"}
-# What Python and torch say of code, which says nothing of a config.
+# Words of errors about Python code, which tell the user nothing about a config.
 _OF_CODE = re.compile(
     r"\w(Error|Exception)\b|has no attribute|unexpected keyword|meta tensor|NoneType|unsupported operand"
 )
@@ -99,24 +99,27 @@ def transposed_layers(config: PreTrainedConfig) -> frozenset[str]:
 
 
 def _model_without_memory(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model on `meta`, to be read only. The last one is kept, because a conversion asks for it eight times."""
+    """A model on `meta`, to be read only. The last model is kept, because a conversion asks for it eight times."""
     key = type(config), config.to_json_string()
     with _on_meta():
         if key not in _models:
-            # In 16 bits, where it shows what its class makes in float32.
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                copy.deepcopy(config), dtype=torch.bfloat16, trust_remote_code=False
-            )
+            # In 16 bits, which shows the weights that the class itself makes float32.
+            model = _made(config, dtype=torch.bfloat16)
             _models.clear()
             _models[key] = model
         return _models[key]
 
 
+def _made(config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        copy.deepcopy(config), trust_remote_code=False, **settings
+    )
+    return model
+
+
 @contextmanager
 def _on_meta() -> Iterator[None]:
-    """Make models on `meta` within the block. torch's warnings about empty weights are suppressed; specdec raises its
-    own error for them.
-    """
+    """Make models on `meta` within the block, without torch's warnings about empty weights."""
     with MODEL_INIT_LOCK, torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors", UserWarning)
         yield
@@ -129,7 +132,15 @@ def renames_weights(config: PreTrainedConfig) -> bool:
 
 def own_names(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
     """The model's names for weights stored under these names, if transformers only renames them."""
-    mapping = get_model_conversion_mapping(_model_without_memory(config))
+    return _renamed(get_model_conversion_mapping(_model_without_memory(config)), names)
+
+
+def names_in_whole(model_type: str, names: Iterable[str]) -> list[str]:
+    """The whole multimodal model's names for weights that are stored under these names."""
+    return _renamed(get_checkpoint_conversion_mapping(model_type) or [], names)  # type: ignore[no-untyped-call]
+
+
+def _renamed(mapping: Iterable[Any], names: Iterable[str]) -> list[str]:
     renamings = [one for one in mapping if type(one) is WeightRenaming]
     return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
 
@@ -171,7 +182,7 @@ def loaded_otherwise(
     if all are equal. Both are stored tensors by their names in files. The model's other weights take no memory.
     """
     with _on_meta():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        model = _made(config, dtype=dtype)
     found = [_loaded_by_transformers(model, dtype, tensors) for tensors in (theirs, ours)]
     return next((name for name, one in found[0].items() if not _are_same(one, found[1].get(name))), None)
 
@@ -194,9 +205,7 @@ def _are_same(one: Tensor, other: Tensor | None) -> bool:
 
 
 def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]:
-    """Weights of the model that are neither among these names nor formed from them. If two weights are tied, either may
-    be missing.
-    """
+    """Weights of the model that these names do not give. Of two tied weights either may be missing."""
     model = _model_without_memory(config)
     found = {*fused_names(model, names)}
     for pair in model.all_tied_weights_keys.items():
@@ -205,13 +214,6 @@ def missing_weights(config: PreTrainedConfig, names: Iterable[str]) -> list[str]
     passed = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return sorted(name for name in wanted - found if not any(pattern.search(name) for pattern in passed))
-
-
-def names_in_whole(model_type: str, names: Iterable[str]) -> list[str]:
-    """Names in a whole multimodal model of weights that are stored under these names."""
-    mapping = get_checkpoint_conversion_mapping(model_type) or []  # type: ignore[no-untyped-call]
-    renamings = [one for one in mapping if type(one) is WeightRenaming]
-    return [reduce(lambda found, one: one.rename_source_key(found)[0], renamings, name) for name in names]
 
 
 def has_experts(config: PreTrainedConfig) -> bool:
@@ -234,7 +236,7 @@ def fuse_expert_layers(
 
 
 def expert_layers(config: PreTrainedConfig) -> dict[str, bool]:
-    """Names of experts' weights that can be quantized; True if the model has them as [experts, inputs, outputs].
+    """Experts' weights that can be quantized, by name; True for a weight [experts, inputs, outputs].
 
     Experts whose products are not computed through transformers' interface are left out (Llama 4).
     """
@@ -266,18 +268,16 @@ def split_config(config: PreTrainedConfig, tp_size: int) -> Splitting | None:
 def probe_config(config: PreTrainedConfig, splitting: Splitting | None = None) -> Shapes:
     """The K/V shape or state shape of every layer, found by a forward on `meta`.
 
-    For a split model, one rank's shapes. A few results are kept: a conversion, a build and an engine all ask.
+    For a split model, one rank's shapes. Other results are kept: a conversion, a build and an engine all ask for them.
     """
     if splitting is not None:
         return _probe(config, splitting)
     key = type(config), config.to_json_string()
-    found = _probed.get(key)
-    if found is None:
-        found = _probe(config, None)
+    if key not in _probed:
         if len(_probed) >= _MOST_PROBED:
             _probed.clear()
-        _probed[key] = found
-    return found
+        _probed[key] = _probe(config, None)
+    return _probed[key]
 
 
 def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
@@ -288,8 +288,8 @@ def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
             place_pieces(model, splitting)
             compute_together(model, splitting, shares_memory=False)
         tokens = torch.zeros(1, 2, dtype=torch.long)
-        # With a mask, or transformers looks for several sequences in one row, at values that meta has none of.
-        everything = torch.ones(1, 2, dtype=torch.long, device="cpu")  # layers with states look at its values
+        # Without a mask transformers would look for several sequences in the positions, which have no values on `meta`.
+        everything = torch.ones(1, 2, dtype=torch.long, device="cpu")  # layers with states read its values
         try:
             model(input_ids=tokens, position_ids=tokens, attention_mask=everything, use_cache=False, paged=recorded)
         except SpecDecError:
@@ -312,7 +312,7 @@ def _probe(config: PreTrainedConfig, splitting: Splitting | None) -> Shapes:
 
 def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerShape]) -> None:
     """SpecDecError if transformers' own cache drops keys that attention would see: its outputs then depend on the
-    tokens that were computed in one step (Moshi). A cache as long as the model's positions drops none.
+    number of tokens in a step (Moshi). A cache as long as the model's positions drops no key.
     """
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     for i, layer in enumerate(DynamicCache(config=config).layers):
@@ -329,9 +329,7 @@ def _refuse_forgetful_cache(config: PreTrainedConfig, layers: dict[int, LayerSha
 def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     model_class(config)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            copy.deepcopy(config), attn_implementation=PROBE, trust_remote_code=False
-        )
+        model = _made(config, attn_implementation=PROBE)
     except Exception as error:  # whatever the family's code stumbles over
         words = last_words(error)
         said = "" if _OF_CODE.search(words) else f" ({words})"
@@ -340,7 +338,7 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
             hint="a value that the model needs is missing or wrong in config.json; download or save the model again",
         ) from error
     if hasattr(model, "set_experts_implementation"):
-        # The default mixture of experts looks at values, which a meta tensor has none of.
+        # The default mixture of experts reads values, and tensors on `meta` have none.
         model.set_experts_implementation("batched_mm")
     _declare_no_padding(model)
     _fix_rotary_factors(model)
@@ -349,13 +347,13 @@ def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
         raise SpecDecError(
             f"the model counts positions from its padding token's id, not from 0: {config.model_type}", hint=SEE_MODELS
         )
-    model.train(False)  # or Mamba-2's modules call a function of another library, where that is there
+    model.train(False)  # in training Mamba-2's modules call a function of another library, if it is installed
     return model
 
 
 def _suspects(config: PreTrainedConfig, error: Exception) -> str:
-    """Values in a config that may have caused an error: whole numbers below 1 where the class's default is not, keys
-    outside a table, and lists shorter than the number of layers.
+    """Values in a config that may have caused an error: whole numbers below 1 other than the class's default, the text
+    that a KeyError names, and after an IndexError lists shorter than the number of layers.
     """
     configs = [config, *(one for one in vars(config).values() if isinstance(one, PreTrainedConfig))]
     missing, num_layers = error.args[:1] if isinstance(error, KeyError) else (), getattr(config, "num_hidden_layers", 0)
@@ -372,7 +370,7 @@ def _suspects(config: PreTrainedConfig, error: Exception) -> str:
 
 def _not_served(error: Exception, config: PreTrainedConfig) -> SpecDecError:
     kind = config.model_type
-    # `meta` has no values: torch says so by the one for shapes that depend on them (nonzero), by the other for items.
+    # `meta` has no values. torch raises NotImplementedError for `nonzero`, and names the meta tensor for `item`.
     if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
         why = "the model looks at values while it computes, which a compiled step cannot"
         return SpecDecError(f"{why}: {kind}", hint=SEE_MODELS)
@@ -389,7 +387,7 @@ def _not_served(error: Exception, config: PreTrainedConfig) -> SpecDecError:
 
 @contextmanager
 def _distributions_unchecked() -> Iterator[None]:
-    """Keep torch's distributions from checking their parameters, which have no values on `meta` (Gemma 3n)."""
+    """Within the block torch's distributions do not check parameters, which have no values on `meta` (Gemma 3n)."""
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -414,13 +412,11 @@ def _fix_rotary_factors(model: PreTrainedModel) -> None:
 
 
 def _fix_rotary_scale(module: Any) -> None:
-    """Do the same as `_fix_rotary_factors` for a model that computes factors in each step and chooses their scale by
-    the largest position (PhiMoE).
-    """
+    """`_fix_rotary_factors` for a model that chooses the factors' scale by the largest position in a step (PhiMoE)."""
     ropes = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     if hasattr(module, "rope_init_fn") and "short_mscale" in ropes:
         module.config = copy.deepcopy(module.config)
-        module.config.rope_parameters["rope_type"] = "default"  # it takes the scale that comes with the factors
+        module.config.rope_parameters["rope_type"] = "default"  # then the model reads the scale below
         module.rope_init_fn = lambda config: (module.inv_freq, ropes["short_mscale"])
 
 
@@ -433,7 +429,7 @@ class ModelKind:
     attention: str
     quantization: Quantization | None = None
     splitting: Splitting | None = None
-    """Split over ranks; if there is one, weights are those of one rank."""
+    """Split over ranks, of which the weights belong to one; None for a whole model."""
 
 
 def load_model(kind: ModelKind, weights: Path) -> PreTrainedModel:
@@ -442,8 +438,8 @@ def load_model(kind: ModelKind, weights: Path) -> PreTrainedModel:
 
 
 def load_absent(kind: ModelKind, weights: Path) -> PreTrainedModel:
-    """The model as `load_model` gives it, whose weights are in memory only while they are `present`. Weights that
-    loading converts stay in memory.
+    """The model as `load_model` gives it, whose weights are in memory only while they are `present`; all the time if
+    loading converts one of them.
     """
     model = model_of_weights(kind, _read_weights(weights, absent_weights), str(weights))
     if all(is_absent(tensor) for tensor in model.state_dict(keep_vars=True).values()):
@@ -452,7 +448,7 @@ def load_absent(kind: ModelKind, weights: Path) -> PreTrainedModel:
 
 
 def check_weights(kind: ModelKind, weights: Path, where: str) -> None:
-    """SpecDecError if a checkpoint lacks weights of its model. Reads no weight."""
+    """SpecDecError if a checkpoint lacks a weight or has it in another shape. Reads no weight's numbers."""
     model_of_weights(kind, _read_weights(weights, absent_weights), where)
 
 
@@ -476,7 +472,9 @@ def load_whole_model(kind: ModelKind, ranks: Seq[Path]) -> PreTrainedModel:
 
 
 def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str) -> PreTrainedModel:
-    """The model as `load_model` gives it, from tensors in memory."""
+    """The model as `load_model` gives it, from tensors in memory. SpecDecError for a missing weight, a wrong shape or a
+    layer too many, found in `where`.
+    """
     choose_vector_math()
     config, splitting = kind.config, kind.splitting
     own_class = model_class(config)
@@ -484,11 +482,9 @@ def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str)
     quantized = take_quantized(state_dict, present)
     transposed = transposed_layers(config) if quantized else frozenset()
     state_dict |= placeholders(quantized, kind.dtype, transposed, _experts(config) if quantized else {})
-    pieces = (
-        placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), kind.dtype)
-        if splitting is not None
-        else {}
-    )
+    pieces = {}
+    if splitting is not None:
+        pieces = placeholders_of_pieces(state_dict, splitting, parameter_shapes(config), kind.dtype)
     with MODEL_INIT_LOCK, quiet_transformers():
         model, report = own_class.from_pretrained(
             None,
@@ -499,7 +495,7 @@ def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str)
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    # Other weights that the model does not have mean nothing: some files have them for other uses.
+    # Other unexpected weights are no error: some files have weights for other uses.
     layers_beyond = [name for name in report["unexpected_keys"] if re.search(r"\.\d+\.", name)]
     for problem, names in (
         ("lacks {} of the model's weights", report["missing_keys"]),
@@ -526,7 +522,7 @@ def model_of_weights(kind: ModelKind, state_dict: dict[str, Tensor], where: str)
 
 
 def _refuse_rounded(kind: ModelKind, state_dict: Mapping[str, Tensor], where: str) -> None:
-    """SpecDecError for a weight in 16 bits that transformers keeps in float32, since it may have been rounded."""
+    """SpecDecError for a weight in 16 bits that transformers keeps in float32: it was probably rounded."""
     if kind.dtype == torch.float32:
         return
     dtype_of = dtypes_of_weights(kind.config, kind.dtype)
@@ -541,10 +537,8 @@ def _refuse_rounded(kind: ModelKind, state_dict: Mapping[str, Tensor], where: st
 
 
 def _declare_no_padding(model: PreTrainedModel) -> None:
-    """Keep the model from looking for padding, which fails on `meta` (GPT-2), and elsewhere causes a
-    needless warning.
-    """
-    object.__setattr__(model.config, "pad_token_id", None)  # some configs let only a number through
+    """Keep the model from looking for padding, which fails on `meta` (GPT-2) and elsewhere warns needlessly."""
+    object.__setattr__(model.config, "pad_token_id", None)  # some config classes accept only a number
 
 
 class Step(nn.Module):
@@ -562,7 +556,7 @@ class Step(nn.Module):
         self.model = model
         self.layers = layers_that_keep(model.config)
         self.stand_ins: list[int] | None = None
-        """Number, for each layer, of the pool that stands for its own, if fewer pools than layers are given."""
+        """Index of the pool that stands in for each layer's own, if fewer pools than layers are given."""
 
     def forward(
         self,
@@ -574,7 +568,7 @@ class Step(nn.Module):
         key_pools: list[Tensor],  # per layer (num_blocks, Hk, D, block_size)
         value_pools: list[Tensor],  # per layer (num_blocks, Hk, block_size, Dv); then, in 8 bits, per layer scales
         state_slots: Tensor | None = None,  # (B,) int64, of a model with states
-        state_pools: Seq[Tensor] = (),  # per layer with a state (num_slots, length, width)
+        state_pools: Seq[Tensor] = (),  # as from `runtime.core.states.state_pools`
     ) -> Tensor | tuple[Tensor, Tensor]:  # (T, vocab), and hidden states (B x Q, all beside each other)
         value_pools, scale_pools = value_pools[: len(key_pools)], value_pools[len(key_pools) :]
         if self.stand_ins is not None:
@@ -609,16 +603,14 @@ class Step(nn.Module):
 
 
 class _Kept(dict[int, Tensor]):
-    """Hidden states by number. It is a module: the exporter would copy a dictionary, and hooks would then write to the
-    original.
-    """
+    """Hidden states by number. Of a plain dictionary the exporter makes a copy, which the hooks would not fill."""
 
 
 def kept_hidden_states(model: PreTrainedModel, numbers: Iterable[int]) -> dict[int, Tensor]:
     """A dictionary that every forward of the model fills with these hidden states, [1, tokens, hidden size].
 
     Hooks fill it, and are never removed: transformers' own `output_hidden_states` cannot be compiled. SpecDecError for
-    a number beyond the model's layers.
+    a number beyond the model's layers, and for a model whose layers are not one list.
     """
     kept: dict[int, Tensor] = model.__dict__.setdefault("_kept_hidden_states", _Kept())
     hooked: set[int] = model.__dict__.setdefault("_hooked_hidden_states", set())

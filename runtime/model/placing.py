@@ -23,9 +23,7 @@ def place_modules(model: PreTrainedModel) -> None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True for torch's linear layers, and for classes such as Falcon's that differ from them only in the order in which
-    a product is summed.
-    """
+    """True for torch's linear layers, and for classes that only sum a product in another order, such as Falcon's."""
     return are_linear(type(module).__name__)
 
 

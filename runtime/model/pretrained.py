@@ -31,14 +31,9 @@ _SIZES = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "heads of keys and values",
     "vocab_size": "words",
-    "chunk_size": "tokens in a chunk",
-    "mamba_chunk_size": "tokens in a chunk",
-    "state_size": "state dimensions",
-    "mamba_d_state": "state dimensions",
-    "ssm_state_size": "state dimensions",
-    "n_groups": "groups",
-    "mamba_n_groups": "groups",
-    "mamba_ngroups": "groups",
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), "tokens in a chunk"),
+    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), "state dimensions"),
+    **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups"), "groups"),
 }
 # Keys that some families compute with, and the values that change nothing in a family that ignores the key.
 _CAPS = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (0,))
@@ -47,9 +42,7 @@ _OF_COMPUTING: dict[str, tuple[int, ...]] = _CAPS | dict.fromkeys(_FACTORS, (0, 
 _IS_SIZE = re.compile(r"_(size|dim|rank|width|units|channels|groups|heads|experts|layers?)$|^(n|num|d)_")
 _IS_NO_SIZE = re.compile(r"^max_|position|window|ctx|token|chunk|length|seq")
 _LARGEST_SIZE = 2**40
-"""Largest size in a config, beyond that of any model. Two products of such sizes still fit into 64 bits, together with
-the other sizes of a shape.
-"""
+"""Largest size in a config, 2^40: beyond that of any model, and far below what 64 bits hold."""
 MANY_LAYERS = 1000
 """Number of layers beyond that of any published model."""
 _NUMBERS_OF_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
@@ -57,19 +50,19 @@ _NUMBERS_OF_CHOSEN = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_k", "moe_top_k"),
 )
 _PATTERN = "sliding_window_pattern"
-# What of a rope is a number, or a list of them, above 0.
+# Keys of a rope whose value is a number above 0, or a list of such numbers.
 _OF_ROPES = (
     *("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor"),
     *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
 )
-# What transformers once called a type of rope, and kept beside the name that it has now.
+# Earlier names of a type of rope, which configs keep as `type` beside today's `rope_type`.
 _ALSO_CALLED = {"longrope": ("su",), "default": ("mrope",)}
-_INDEXED = "indexed_attention"  # which sees the keys that an index chooses
+_INDEXED = "indexed_attention"  # sees only the keys that an index chooses
 _WITH_KV = {"full_attention", "sliding_attention", "hybrid", _INDEXED}
 _WITH_STATE = {"conv", "linear_attention", "hybrid"}
 
 _DIVISORS = ("final_logit_softcapping", "floor_scale")
-# Keys that nobody need read: of training, multi-token prediction, files and programs, by a part of the name.
+# Parts of the names of keys that need no reader: they are about training, multi-token prediction, files or programs.
 _OF_NO_MODEL = re.compile(
     r"^_|init|dropout|loss|dtype|version|mtp|nextn|pretrain|train|auto_map|compress|quant|token|hub"
     r"|^summary_|verbose|ignore_index|video|image|vision|audio_output"
@@ -78,7 +71,7 @@ _OF_OTHERS = {
     # what transformers once wrote into every config
     *("add_cross_attention", "finetuning_task", "is_decoder", "is_encoder_decoder", "prefix", "pruned_heads"),
     *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16", "use_cache"),
-    # they say how a program computes, not which result
+    # they change how a program computes, not its result
     *("ep_size", "num_logits_to_keep", "use_mamba_kernels", "use_flash_attn", "for_llm_compressor", "seq_aux"),
     "spd_type",  # PARD's
     *("chunk_size_feed_forward", "output_router_logits", "use_mem_eff_path", "moe_shared_expert_overlap"),
@@ -98,7 +91,7 @@ _OF_IMAGES = {
     *("downsample_factor", "encoder_patch_size", "max_pixels_tolerance", "max_tiles", "min_tiles", "tile_size"),
     *("use_thumbnail", "patch_size"),
 }
-# Keys by which the programs that quantize note how they did it, and which readers of weights need not know.
+# Notes of programs that quantize, on how they did it; readers of the weights do not need them.
 _NOTES_OF_QUANTIZERS = {
     *("fmt", "static_groups", "model_name_or_path", "model_file_base_name", "producer", "provider", "pack_dtype"),
     *("is_marlin_format", "damp_auto_increment", "failsafe", "rotation", "parallel_packing", "v2", "do_fuse"),
@@ -108,7 +101,7 @@ _NOTES_OF_QUANTIZERS = {
     *("gradient_accumulate_steps", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning"),
     *("enable_torch_compile", "enable_alg_ext", "not_use_best_mse", "to_quant_block_names", "packing_format"),
 }
-# Keys that transformers computes a type of rope with (`modeling_rope_utils`), beside the base and the share of a head.
+# Keys that transformers reads for each type of rope (`modeling_rope_utils`), beside the base and the share of a head.
 _OF_SCALED = {"factor", "attention_factor", "original_max_position_embeddings"}
 _KEYS_OF_ROPES = {
     "default": {"mrope_section", "mrope_interleaved"},
@@ -121,14 +114,18 @@ _KEYS_OF_ROPES = {
 }
 _ALWAYS_SO_OF_QUANTIZERS = {"data_type": "int", "act_bits": 16, "act_data_type": "float", "super_bits": None}
 _READ_OF_QUANTIZERS = {
-    # by the readers of `runtime.quantization`, beside the parameters of transformers' classes
+    # by the readers in `runtime.checkpoint.quant`, beside the parameters of transformers' classes
     *("quant_method", "dynamic", "quant_algo", "config_groups", "w_bit", "q_group_size", "sparsity_config"),
     *("transform_config", "quantization", "_load_in_4bit", "_load_in_8bit", "modules_to_convert"),
 }
 
 
+def _fault(where: str, problem: str, hint: str = "correct it, or download or save the model again") -> SpecDecError:
+    return SpecDecError(f"`{where}` {problem}", hint=hint)
+
+
 def parse_pretrained_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
-    """Read a Hugging Face config from its JSON; SpecDecError if transformers has no decoder-only model for it."""
+    """Read a Hugging Face config from its JSON; SpecDecError unless specdec supports the model."""
     config = read_any_config(data, where)
     _refuse_unsupported(config)
     return config
@@ -140,7 +137,7 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
     if isinstance(model_type, str) and (same := published_type(model_type)) != model_type:
         data, model_type = data | {"model_type": same}, same
     if model_type is None:
-        raise SpecDecError(f"`{where}` names no `model_type`", hint="it should be a Hugging Face model's config.json")
+        raise _fault(where, "names no `model_type`", "it should be a Hugging Face model's config.json")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         hint = (
             "models with code of their own (`trust_remote_code`) are not supported"
@@ -155,19 +152,17 @@ def read_any_config(data: dict[str, Any], where: str) -> PreTrainedConfig:
             _refuse_sizes(place, where)
             _refuse_dtype(place, where)
     try:
-        # transformers writes infinity as `{"__float__": "Infinity"}`, and reads it so in `from_pretrained` alone.
+        # transformers writes infinity as `{"__float__": "Infinity"}`, but decodes it in `from_pretrained` only.
         values = _with_decimals(CONFIG_MAPPING[model_type], PreTrainedConfig._decode_special_floats(data))
         inside = family_of(model_type).rope_theta_within
-        if inside is not None and "rope_parameters" not in data:  # transformers looks for it there alone
+        if inside is not None and "rope_parameters" not in data:  # transformers reads it inside only
             values |= {name: value for name, value in (data.get(inside) or {}).items() if name == "rope_theta"}
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
-    except Exception as error:  # transformers raises whatever its validators do; the user needs the file's name
+    except Exception as error:  # validators may raise anything; the user needs the file's name
         _refuse_pattern_alone(data, where)
-        raise SpecDecError(
-            f"`{where}` is not a valid {model_type} config: {_with_values(last_words(error), data)}",
-            hint="correct it, or download or save the model again",
-        ) from error
+        problem = f"is not a valid {model_type} config: {_with_values(last_words(error), data)}"
+        raise _fault(where, problem) from error
     for rope in _ropes(config):
         _check_rope(rope, where)
     within = ((getattr(config, name, None), data.get(name)) for name in ("text_config", "ffn_config"))  # DBRX's experts
@@ -201,41 +196,32 @@ def _refuse_unread(config: PreTrainedConfig, said: dict[str, Any], where: str) -
     for name, neutral in _OF_COMPUTING.items():
         is_read = name in known or hasattr(type(config), name)
         if not is_read and (value := said.get(name)) is not None and value is not False and value not in neutral:
-            raise SpecDecError(
-                f"`{where}` has a value that transformers' {config.model_type} does not compute with: `{name}` "
-                f"{said[name]!r}",
-                hint="leave it out if the model was trained without it; else the model is of another type",
+            raise _fault(
+                where,
+                f"has a value that transformers' {config.model_type} does not compute with: `{name}` {value!r}",
+                "leave it out if the model was trained without it; else the model is of another type",
             )
 
 
 def _refuse_windows(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
-    """SpecDecError for a window of no tokens, or a window that no layer uses."""
+    """SpecDecError for layers whose window or chunk has no tokens, and for a window that no layer uses."""
     window, types = vars(config).get("sliding_window"), said.get("layer_types")
     uses = "use_sliding_window"
     sees = "`layer_types` has sliding_attention" if "sliding_attention" in (types or ()) else ""
     sees = sees or (f"`{uses}` is true" if said.get(uses) else "")
     if sees and (window is None or (isinstance(window, int) and window < 1)):
-        raise SpecDecError(
-            f"`{where}` has contradicting windows: {sees}, and `sliding_window` is {said.get('sliding_window')!r}",
-            hint="correct it, or download or save the model again",
-        )
+        no_window = f"`sliding_window` is {said.get('sliding_window')!r}"
+        raise _fault(where, f"has contradicting windows: {sees}, and {no_window}")
     chunk, chunked = vars(config).get("attention_chunk_size", 1), "chunked_attention"
     if chunked in (vars(config).get("layer_types") or ()) and (not isinstance(chunk, int) or chunk < 1):
-        raise SpecDecError(
-            f"`{where}` has layers of {chunked}, and `attention_chunk_size` is {chunk!r}",
-            hint="correct it, or download or save the model again",
-        )
+        raise _fault(where, f"has layers of {chunked}, and `attention_chunk_size` is {chunk!r}")
     if said.get(uses) and isinstance(types, list) and "sliding_attention" not in types:
-        raise SpecDecError(
-            f"`{where}` has contradicting windows: `{uses}` is true, and `layer_types` has no sliding_attention",
-            hint="correct it, or download or save the model again",
-        )
+        no_layers = "`layer_types` has no sliding_attention"
+        raise _fault(where, f"has contradicting windows: `{uses}` is true, and {no_layers}")
 
 
 def _refuse_pattern_alone(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for a pattern of windows that transformers does not turn into `layer_types`: letters as in EXAONE 4,
-    or 0.
-    """
+    """SpecDecError for a pattern of windows that transformers ignores: letters (EXAONE 4), 0, or without a window."""
     for said in (data, data.get("text_config")):
         if not isinstance(said, dict) or said.get("layer_types"):
             continue
@@ -243,10 +229,10 @@ def _refuse_pattern_alone(data: dict[str, Any], where: str) -> None:
         divides = model_type in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[model_type], _PATTERN)
         if divides and (not isinstance(pattern, int) or pattern == 0 or said.get("sliding_window", 1) is None):
             of_windows = ", ".join(f"`{name}` {said[name]!r}" for name in (_PATTERN, "sliding_window") if name in said)
-            raise SpecDecError(
-                f"`{where}` has windows by a pattern that transformers does not read: {of_windows}, and no "
-                "`layer_types`",
-                hint="add `layer_types`, sliding_attention or full_attention for each layer",
+            raise _fault(
+                where,
+                f"has windows by a pattern that transformers does not read: {of_windows}, and no `layer_types`",
+                "add `layer_types`, sliding_attention or full_attention for each layer",
             )
 
 
@@ -262,81 +248,66 @@ def _refuse_patterns(said: dict[str, Any], where: str) -> None:
         return
     for i, kind in enumerate(types[:-1]):
         if (kind == "sliding_attention") != (letters[i % len(letters)] == "L"):
-            raise SpecDecError(
-                f"`{where}` has contradicting windows: `{_PATTERN}` {pattern!r}, and layer {i} of `layer_types` is "
-                f"{kind}",
-                hint="leave out the one that is wrong",
-            )
+            problem = f"has contradicting windows: `{_PATTERN}` {pattern!r}, and layer {i} of `layer_types` is {kind}"
+            raise _fault(where, problem, "leave out the one that is wrong")
 
 
 def _refuse_experts(config: PreTrainedConfig, said: dict[str, Any], where: str) -> None:
-    """SpecDecError for two different numbers of experts, for no chosen experts or more than there are, or for groups
-    that do not divide the experts.
-    """
+    """SpecDecError for contradicting numbers of experts, of chosen experts, and of their groups."""
 
-    def two_of(names: tuple[str, ...], least: int) -> tuple[tuple[str, int], tuple[str, int]] | None:
-        counts = [(name, said[name]) for name in names if isinstance(said.get(name), int) and said[name] >= least]
-        return next((pair for pair in itertools.pairwise(counts) if pair[0][1] != pair[1][1]), None)
+    def refuse_if(is_wrong: bool, problem: str, first: tuple[str, int], second: tuple[str, int]) -> None:
+        if is_wrong:
+            raise _fault(where, f"{problem}: `{first[0]}` {first[1]}, `{second[0]}` {second[1]}")
 
-    def number_of(names: tuple[str, ...]) -> tuple[str, int]:
+    def said_numbers(names: tuple[str, ...]) -> list[tuple[str, int]]:
+        return [(name, said[name]) for name in names if isinstance(said.get(name), int)]
+
+    def number_of(*names: str) -> tuple[str, int]:
         found = ((name, getattr(config, name, None)) for name in names)
         return next(((name, size) for name, size in found if isinstance(size, int) and size > 0), ("", 0))
 
-    (of_experts, count), (of_chosen, chosen) = number_of(_NUMBERS_OF_EXPERTS), number_of(_NUMBERS_OF_CHOSEN)
-    (of_groups, groups), (of_chosen_groups, chosen_groups) = number_of(("n_group",)), number_of(("topk_group",))
-    two, two_chosen = two_of(_NUMBERS_OF_EXPERTS, 0), two_of(_NUMBERS_OF_CHOSEN, 1)
-    none = next((name for name in _NUMBERS_OF_CHOSEN if isinstance(said.get(name), int) and said[name] < 1), "")
-    for is_wrong, what, (first, one), (second, other) in (
-        (two, "has two numbers of experts", *(two or (("", 0), ("", 0)))),
-        (two_chosen, "has two numbers of experts that a token chooses", *(two_chosen or (("", 0), ("", 0)))),
-        (count and none, "chooses no experts", (none, said.get(none)), (of_experts, count)),
-        (chosen > count > 0, "chooses more experts than there are", (of_chosen, chosen), (of_experts, count)),
-        (count and groups and count % groups, "has groups of experts that do not divide them", (of_groups, groups),
-         (of_experts, count)),
-        (count and chosen_groups > groups > 0, "chooses more groups of experts than there are",
-         (of_chosen_groups, chosen_groups), (of_groups, groups)),
-    ):  # fmt: skip
-        if is_wrong:
-            raise SpecDecError(
-                f"`{where}` {what}: `{first}` {one}, `{second}` {other}",
-                hint="correct it, or download or save the model again",
-            )
+    for first, second in itertools.pairwise(one for one in said_numbers(_NUMBERS_OF_EXPERTS) if one[1] >= 0):
+        refuse_if(first[1] != second[1], "has two numbers of experts", first, second)
+    for first, second in itertools.pairwise(one for one in said_numbers(_NUMBERS_OF_CHOSEN) if one[1] >= 1):
+        refuse_if(first[1] != second[1], "has two numbers of experts that a token chooses", first, second)
+    experts, chosen = number_of(*_NUMBERS_OF_EXPERTS), number_of(*_NUMBERS_OF_CHOSEN)
+    groups, chosen_groups = number_of("n_group"), number_of("topk_group")
+    if experts[1]:
+        for one in said_numbers(_NUMBERS_OF_CHOSEN):
+            refuse_if(one[1] < 1, "chooses no experts", one, experts)
+        refuse_if(chosen[1] > experts[1], "chooses more experts than there are", chosen, experts)
+        if groups[1]:
+            more = "chooses more groups of experts than there are"
+            refuse_if(experts[1] % groups[1] > 0, "has groups of experts that do not divide them", groups, experts)
+            refuse_if(chosen_groups[1] > groups[1], more, chosen_groups, groups)
 
 
 def _refuse_sizes(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for a size below 1, and for NaN, which is not valid JSON although Python writes it."""
+    """SpecDecError for a size below 1, a divisor of 0, an epsilon below 0, and NaN."""
     for name, what in _SIZES.items():
         if isinstance(size := data.get(name), int) and size < 1:
-            raise SpecDecError(f"`{where}` has an invalid number of {what}: {size}", hint="correct it")
+            raise _fault(where, f"has an invalid number of {what}: {size}", "correct it")
     for name in _DIVISORS:
         if data.get(name) == 0:
-            raise SpecDecError(
-                f"`{where}` has a value that nothing can be divided by: `{name}` {data[name]}",
-                hint="correct it; null leaves it out",
-            )
-    roots = {name: value for name, value in data.items() if name.endswith(("eps", "epsilon"))}
-    below = next((name for name, value in roots.items() if isinstance(value, int | float) and value < 0), None)
-    if below is not None:
-        raise SpecDecError(
-            f"`{where}` has a value below 0 whose square root is taken: `{below}` {data[below]}", hint="correct it"
-        )
-    nan = next((name for name, value in data.items() if isinstance(value, float) and math.isnan(value)), None)
-    if nan is not None:
-        raise SpecDecError(f"`{where}` has a value that is not a number: `{nan}` {math.nan}", hint="correct it")
+            problem = f"has a value that nothing can be divided by: `{name}` {data[name]}"
+            raise _fault(where, problem, "correct it; null leaves it out")
+    numbers = {name: value for name, value in data.items() if isinstance(value, int | float)}
+    for name, value in numbers.items():
+        if name.endswith(("eps", "epsilon")) and value < 0:
+            raise _fault(where, f"has a value below 0 whose square root is taken: `{name}` {value}", "correct it")
+    for name, value in numbers.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise _fault(where, f"has a value that is not a number: `{name}` {math.nan}", "correct it")
 
 
 def _refuse_absurd_sizes(data: dict[str, Any], where: str) -> None:
-    """SpecDecError for sizes that no memory can hold, in inner configs too, and for a number of layers with which even
-    a model without weights could not be made in reasonable time.
-    """
+    """SpecDecError for sizes that no memory can hold, in inner configs too, and for more layers than can be made."""
     for name, size in sizes_of(data):
         if size > _LARGEST_SIZE:
-            raise SpecDecError(
-                f"`{where}` has a size that no memory is large enough for: `{name}` {size}", hint="correct it"
-            )
+            raise _fault(where, f"has a size that no memory is large enough for: `{name}` {size}", "correct it")
     for name, count in counts_of_layers(data):
         if count > 10 * MANY_LAYERS:
-            raise SpecDecError(f"`{where}` has more layers than any model: `{name}` {count}", hint="correct it")
+            raise _fault(where, f"has more layers than any model: `{name}` {count}", "correct it")
 
 
 def sizes_of(data: dict[Any, Any]) -> Iterator[tuple[str, int]]:
@@ -359,29 +330,23 @@ def _refuse_dtype(data: dict[str, Any], where: str) -> None:
     for name in ("dtype", "torch_dtype"):
         value = data.get(name)
         if isinstance(value, str) and not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
-            raise SpecDecError(
-                f"`{where}` has a `{name}` that torch does not know: {value}",
-                hint="correct it: float32, bfloat16 or float16",
-            )
+            problem = f"has a `{name}` that torch does not know: {value}"
+            raise _fault(where, problem, "correct it: float32, bfloat16 or float16")
 
 
 def _check_rope(rope: dict[str, Any], where: str) -> None:
     """SpecDecError for a rope that gives no positions. transformers accepts such ropes, some with a warning."""
     if _type(rope) not in (known := {"default", *ROPE_INIT_FUNCTIONS}):
-        raise SpecDecError(
-            f"`{where}` has a rope of a type that transformers does not know: {_type(rope)}",
-            hint=f"it knows {', '.join(sorted(known))}",
-        )
+        problem = f"has a rope of a type that transformers does not know: {_type(rope)}"
+        raise _fault(where, problem, f"it knows {', '.join(sorted(known))}")
     for name in _OF_ROPES:
         for value in [None] if name == "rope_theta" and rope.get(name, 0) is None else _numbers(rope.get(name)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise SpecDecError(
-                    f"`{where}` has a rope whose `{name}` is not a number above 0: {value!r}", hint="correct it"
-                )
+                raise _fault(where, f"has a rope whose `{name}` is not a number above 0: {value!r}", "correct it")
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Yield the numbers in a value: none, one, or those in a list."""
+    """Yield the items of a list, or a value that is no list; nothing for None."""
     if isinstance(value, list):
         yield from value
     elif value is not None:
@@ -397,7 +362,7 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
     """
     for name in _ROPES_SAID:
         if not isinstance(rope := data.get(name) or {}, dict):
-            raise SpecDecError(f"`{where}` has a rope that is not an object: `{name}` {rope!r}", hint="correct it")
+            raise _fault(where, f"has a rope that is not an object: `{name}` {rope!r}", "correct it")
     scaling, parameters = data.get("rope_scaling") or {}, data.get("rope_parameters") or {}
     found = [
         (f"rope_scaling.{name}", scaling[name], f"rope_parameters.{name}", parameters[name])
@@ -412,10 +377,8 @@ def _refuse_two_ropes(data: dict[str, Any], where: str) -> None:
             found.append((f"{within}.type", rope["type"], f"{within}.rope_type", rope["rope_type"]))
     for first, one, second, other in found:
         if one != other:
-            raise SpecDecError(
-                f"`{where}` has two conflicting ropes: `{first}` is {one!r}, and `{second}` {other!r}",
-                hint="leave out the one that is wrong",
-            )
+            problem = f"has two conflicting ropes: `{first}` is {one!r}, and `{second}` {other!r}"
+            raise _fault(where, problem, "leave out the one that is wrong")
 
 
 def warn_of_unread_keys(config: PreTrainedConfig, data: dict[str, Any], where: str) -> None:
@@ -471,9 +434,7 @@ def _keys_read(config: PreTrainedConfig, data: dict[str, Any], inside: str) -> s
 
 @cache
 def _attributes_of(kind: Any) -> set[str]:
-    """Fields of a config's class, their other names, and the properties that an instance computes from them
-    (`qk_head_dim`).
-    """
+    """A config class's fields, their other names, and the properties that an instance computes (`qk_head_dim`)."""
     try:
         computed = set(vars(kind()))
     except Exception:  # a class that cannot be made from its defaults: its validators may raise anything
@@ -483,9 +444,7 @@ def _attributes_of(kind: Any) -> set[str]:
 
 
 def _unread_of_rope(model_type: str, rope: dict[str, Any], inside: str) -> Iterator[str]:
-    """Yield the keys of a rope that its type does not use. A rope without a type counts as `default`, as in
-    transformers.
-    """
+    """Yield the keys of a rope that its type does not use; no type is `default`, as in transformers."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     known = set(_KEYS_OF_ROPES.get(kind) or itertools.chain(*_KEYS_OF_ROPES.values()))
     known |= {"rope_type", "type", *_OF_EVERY_ROPE, *family_of(model_type).reads}
@@ -512,13 +471,13 @@ def _fields_of_quantizers() -> set[str]:
 
 
 def last_words(error: Exception) -> str:
-    """The last message of a validator's chain of errors in transformers."""
+    """The last line of an error's message, without its class's name: the cause in a chain of transformers' errors."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     return re.sub(r"^\w+Error: ", "", line).partition(". Errors:")[0]
 
 
 def _with_values(words: str, data: dict[str, Any]) -> str:
-    """A validator's message, with the values of the keys in it added."""
+    """A validator's message, followed by the values of the keys that it names."""
     named = dict.fromkeys(re.findall(r"`(\w+)`", words))
     values = [f"`{name}` {data[name]!r}" for name in named if name in data and repr(data[name]) not in words]
     return f"{words}: {', '.join(values)}" if values else words
@@ -529,7 +488,7 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise SpecDecError(f"encoder-decoder models are not supported: {kind}", hint=SEE_MODELS)
     inner = getattr(config, "text_config", None)
-    if inner is not None and inner.model_type != kind:  # else it would have been taken
+    if inner is not None and inner.model_type != kind:  # else `_language_model_inside` would have taken it
         raise SpecDecError(
             f"transformers has no class for the language model inside {kind} alone: {inner.model_type}", hint=SEE_MODELS
         )
@@ -542,10 +501,8 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     for refusal in family.refusals:
         if getattr(config, refusal.key, None) not in refusal.allowed:
             raise SpecDecError(f"{refusal.words}: {kind}", hint=SEE_MODELS)
-    num_shared, per_layer = (
-        getattr(config, name, None) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input")
-    )
-    if num_shared and per_layer == 0:
+    num_shared = getattr(config, "num_kv_shared_layers", None)
+    if num_shared and (per_layer := getattr(config, "hidden_size_per_layer_input", None)) == 0:
         raise SpecDecError(
             f"transformers cannot compute a {kind} whose last {num_shared} layers share keys and values, and whose "
             f"layers have no inputs of their own: `hidden_size_per_layer_input` {per_layer}",
@@ -560,7 +517,7 @@ def _refuse_unsupported(config: PreTrainedConfig) -> None:
     own_class = model_class(config)
     if own_class._is_stateful and not family.layer_types:
         raise SpecDecError(f"state-space models are not supported: {kind}", hint=SEE_MODELS)
-    # Some that do, those with states among them, do not say so; their layers are counted, as everybody's.
+    # Some classes, such as those with states, support it undeclared; `model.probe_config` counts their layers.
     if not (own_class._supports_attention_backend or family.layer_types or family.hands_over):
         refuse_own_attention(kind)
     if "logits_to_keep" not in inspect.signature(own_class.forward).parameters:
@@ -574,7 +531,7 @@ def layers_that_keep(config: PreTrainedConfig) -> tuple[tuple[int, ...], tuple[i
     config = config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) if family_of(config.model_type).layer_types else None
     if types is None:
-        idle = getattr(config, "cross_attention_layers", None) or ()  # on text
+        idle = getattr(config, "cross_attention_layers", None) or ()  # they see images alone
         return tuple(i for i in range(getattr(config, "num_hidden_layers", 0)) if i not in idle), ()
     with_kv, with_state = (tuple(i for i, one in enumerate(types) if one in known) for known in (_WITH_KV, _WITH_STATE))
     return with_kv, with_state
@@ -584,7 +541,7 @@ def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedCo
     """Read a config like `parse_pretrained_config`. For a multimodal model, such as Gemma 3, it returns the config of
     the language model inside, and that config's JSON.
     """
-    if isinstance(data.get("thinker_config"), dict):  # of Qwen-Omni, beside what speaks
+    if isinstance(data.get("thinker_config"), dict):  # Qwen-Omni's language model, beside the model that speaks
         data = data["thinker_config"]
     config = read_any_config(data, where)
     inner = _language_model_inside(config, data)
@@ -595,9 +552,7 @@ def parse_language_model(data: dict[str, Any], where: str) -> tuple[PreTrainedCo
 
 
 def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> dict[str, Any] | None:
-    """Config of the language model inside; None if transformers has no class for it, or the model is a language model
-    itself.
-    """
+    """JSON of the config inside; None if it has no class of its own, or the model is a language model itself."""
     inner = getattr(config, "text_config", None)
     if not isinstance(inner, PreTrainedConfig) or inner.model_type == config.model_type:
         return None
@@ -608,16 +563,14 @@ def _language_model_inside(config: PreTrainedConfig, data: dict[str, Any]) -> di
     given = data.get("text_config") or {}
     tokens = ("eos_token_id", "bos_token_id", "pad_token_id")
     outside = {key: data[key] for key in tokens if key in data and key not in given}
-    # Whether the whole model's embeddings are its last layer too is said outside.
+    # The whole model's config says whether the embeddings are the output layer too.
     tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
     values: dict[str, Any] = PreTrainedConfig._encode_special_floats(inner.to_dict())
     return values | outside | tied | dict(same)
 
 
 def chooses_all_of_few(config: PreTrainedConfig) -> bool:
-    """True if the model's index chooses all keys as long as there are no more than its limit. GLM-5.3's index may leave
-    out the last few.
-    """
+    """True if the model's index chooses all of up to `index_topk` keys. GLM-5.3's index may leave out the last few."""
     return bool(getattr(config, "index_topk", None) and getattr(config, "index_kpool_always_select_tail", True))
 
 
@@ -644,7 +597,7 @@ def _positions_of_biases(config: PreTrainedConfig) -> int | None:
 
 
 def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
-    """True if `longrope` has different factors for long sequences in transformers' model."""
+    """True if `longrope` has other factors, or another scale, for long sequences in transformers' model."""
     if family_of(config.model_type).longrope_changes_scale_alone:
         return _type(rope) == "longrope" and rope.get("long_mscale") != rope.get("short_mscale")
     return _type(rope) == "longrope"
@@ -652,16 +605,15 @@ def _changes(rope: dict[str, Any], config: PreTrainedConfig) -> bool:
 
 def why_positions_end(config: PreTrainedConfig) -> str:
     """Reason for the limit of `num_positions`, for an error."""
-    if num_positions(config) in (getattr(config, "max_position_embeddings", None), _positions_of_biases(config)):
+    limit = num_positions(config)
+    if limit in (getattr(config, "max_position_embeddings", None), _positions_of_biases(config)):
         return "the model has"
-    chooses = num_positions(config) == getattr(config, "index_topk", None)
+    chooses = limit == getattr(config, "index_topk", None)
     return "its attention sees before an index chooses among them" if chooses else "before its longrope factors change"
 
 
 def wrong_turns(config: PreTrainedConfig) -> str:
-    """Faults in the sizes of a config's rotary positions, such as an odd `rotary_dim`; empty if they fit the
-    heads.
-    """
+    """A fault in the sizes of a config's rotary positions, such as an odd `rotary_dim`; empty if there is none."""
     if isinstance(odd := getattr(config, "rotary_dim", None), int) and odd % 2:
         return f"`rotary_dim` {odd} is odd, and positions turn pairs of numbers"
     rope = getattr(config, "rope_parameters", None) or {}

@@ -22,9 +22,7 @@ _TOKEN_BITS: dict[Activations, int] = {"float": 0, "int8": 8, "int16": 16}
 _ROWS_COMPARED = 4096
 """Rows of embeddings that are compared at a time, few enough for a processor's cache."""
 _LARGEST = {8: 127, 16: 127 * 256 + 127}
-"""Largest integer of a quantized token. With 16 bits it is such that both halves, the lower one with its sign, fit into
-8 bits.
-"""
+"""Largest integer of a quantized token, by bits. 127 x 256 + 127 is two bytes of which the lower has a sign too."""
 
 
 def fake_quantize_tokens(x: Tensor, columns: int, bits: int) -> Tensor:
@@ -33,7 +31,7 @@ def fake_quantize_tokens(x: Tensor, columns: int, bits: int) -> Tensor:
     steps = groups.abs().amax(-1, keepdim=True) / _LARGEST[bits]
     is_nothing = steps < torch.finfo(torch.float32).tiny
     rounded = torch.where(is_nothing, 0.0, (groups / steps).round() * steps)
-    # Of a token with numbers that are none the kernels have none left in a group.
+    # As in the kernels, one NaN or infinity makes NaN of the token's whole group.
     return torch.where(steps.isfinite(), rounded, torch.nan).flatten(-2)
 
 
@@ -48,7 +46,7 @@ class QuantizedModule(nn.Module):
     book: Tensor | None
 
     packed: Tensor | None
-    """The weight in the kernels' layout, unless it is packed for a compiled step."""
+    """The weight in the kernels' layout; None where a compiled step has its own (`pack_layers`)."""
 
     def __init__(self, weight: QuantizedWeight, activations: LayersActivations, *, with_kernels: bool) -> None:
         super().__init__()
@@ -89,9 +87,7 @@ class QuantizedModule(nn.Module):
 
 
 class QuantizedLinear(QuantizedModule):
-    """A linear layer whose product a kernel computes if kernels are loaded; otherwise torch multiplies by the
-    dequantized weight.
-    """
+    """A linear layer: a kernel multiplies by the quantized weight, or torch by the dequantized weight."""
 
     def __init__(
         self, weight: QuantizedWeight, bias: nn.Parameter | None, activations: LayersActivations, *, with_kernels: bool
@@ -146,9 +142,7 @@ class QuantizedExperts(QuantizedModule):
         return replace(whole, **rows)
 
     def by_torch(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Product by torch, as the reference for the kernel: [S, outputs] for a few tokens `x` [S, inputs], each with
-        one expert.
-        """
+        """Product by torch, the kernel's reference: [S, outputs] from tokens [S, inputs], each with one expert."""
         weight = self._of(chosen).in_stored_order().view(len(chosen), self.out_features, self.in_features)
         read = self._rounded(self._ordered(x))
         return torch.einsum("soi,si->so", weight.to(read.dtype), read).to(x.dtype)
@@ -161,7 +155,7 @@ class QuantizedExperts(QuantizedModule):
         return products
 
     def pack(self) -> Tensor:
-        """The weights in the kernels' layout, in which each expert has whole panels."""
+        """The weights in the kernels' layout, whole panels for each expert."""
         beyond = -self.out_features % torch.ops.specdec.panel()
         parts = (self.values, self.scales, self.zeros, self.offsets)
         return self._pack(*(self._with_rows(part, beyond) for part in parts))
@@ -173,13 +167,13 @@ class QuantizedExperts(QuantizedModule):
         if part is None or not beyond:
             return part
         rows = self._by_expert(part)
-        return torch.cat([rows, rows[:, :1].expand(-1, beyond, -1)], 1).flatten(0, 1)  # whatever lies there
+        return torch.cat([rows, rows[:, :1].expand(-1, beyond, -1)], 1).flatten(0, 1)  # the rows beyond are never read
 
 
 def place_quantized(
     model: PreTrainedModel, weights: dict[str, QuantizedWeight], activations: LayersActivations, *, with_kernels: bool
 ) -> None:
-    """Put quantized weights in place of the layers' and experts' own."""
+    """Put quantized weights in place of the layers' and experts' own. SpecDecError for a weight that fits no layer."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in weights.items():
         parent_name, _, child = name.rpartition(".")
@@ -208,7 +202,7 @@ def _place_experts(
     if weight.shape != (num_experts * outputs, inputs):
         raise _no_layer_for(weight, name)
     placed = QuantizedExperts(weight, own, activations, is_transposed=is_transposed, with_kernels=with_kernels)
-    delattr(experts, name)  # a module is not put in the place of a parameter
+    delattr(experts, name)  # torch puts no module in the place of a parameter
     setattr(experts, name, placed)
 
 
@@ -221,14 +215,14 @@ def _no_layer_for(weight: QuantizedWeight, name: str) -> SpecDecError:
 
 
 def _form(layer: nn.Module) -> tuple[int, int] | None:
-    """Numbers of outputs and inputs of a linear layer."""
+    """Numbers of outputs and inputs of a linear layer; None for another layer."""
     if isinstance(layer, nn.Linear | QuantizedLinear):
         return layer.out_features, layer.in_features
     return (layer.nf, layer.nx) if isinstance(layer, Conv1D) else None
 
 
 def pack_layers(model: nn.Module) -> None:
-    """Pack the weights for the kernels, once, if no compiler does that; the kernels must be loaded."""
+    """Pack the weights once, for a model that no compiler packs; the kernels must be loaded."""
     for layer in quantized_layers(model):
         if layer.with_kernels:
             layer.packed = layer.pack()
@@ -240,8 +234,8 @@ def placeholders(
     transposed: Collection[str],
     experts: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Tensors on `meta` with the shapes of the model's weights, used while the model is loaded. `experts` has the
-    shapes of weights that hold all experts of a layer, by name.
+    """Zeros that take no memory, in the shapes of the model's weights, for loading the model. `experts` has the shapes
+    of weights that hold all experts of a layer, by name.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, weight in weights.items():
@@ -254,8 +248,8 @@ def placeholders(
 
 def tied_output(model: PreTrainedModel) -> QuantizedLinear | None:
     """The output layer, if its quantized numbers are also the embeddings, as in a GGUF file with tied embeddings;
-    otherwise None. None also for a weight with zero points or offsets: the kernels add these in another order, which
-    rounds differently.
+    otherwise None. None also for fp8, codes, reordered inputs, and zero points or offsets, which the kernels add in
+    another order, so that they round differently.
     """
     table: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]

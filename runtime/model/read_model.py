@@ -136,7 +136,7 @@ def _read_weights(
 def _gguf_tensors(
     path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, PrequantizedLayer], list[SourceTensor]]:
-    """All weights of a GGUF file, quantized and plain."""
+    """All weights of a GGUF file, quantized and plain. SpecDecError if one is missing."""
     layers, tensors = read_gguf_tensors(path, config)
     check_shapes(layers, shapes, path)
     found = {*(tensor.name for tensor in tensors), *(f"{name}.weight" for name in layers)}
@@ -150,12 +150,12 @@ def _language_model_tensors(
     entries: list[SourceTensor], whole_type: str, shapes: dict[str, tuple[int, ...]], model_dir: Path
 ) -> list[SourceTensor]:
     """The weights of the language model inside, under its own names."""
-    # Cosmos 3 and Molmo 2 are saved under other names than transformers has for the whole model.
+    # Either as saved, or renamed: transformers has other names for Cosmos 3 and Molmo 2 than their files.
     names = names_in_whole(whole_type, (entry.name for entry in entries))
     renamed = [replace_fields(entry, name=name) for entry, name in zip(entries, names, strict=True)]
     modules = {name.rpartition(".")[0] for name in shapes}
     either = [_without_prefix(these) for these in (entries, renamed)]
-    # The fewest that are as many of its own: DeepSeek-OCR 2 is saved with its vision tower among them.
+    # Most modules of its own, then fewest weights: in DeepSeek-OCR 2's files the vision tower has the same prefix.
     found = max(
         either, key=lambda found: (len(modules & {entry.name.rpartition(".")[0] for entry in found}), -len(found))
     )
@@ -182,7 +182,7 @@ def _without_prefix(entries: list[SourceTensor]) -> list[SourceTensor]:
     renamed = []
     for entry in entries:
         if entry.name.startswith(prefix):
-            # By transformers, Kimi-K2.5 and Qianfan-OCR are saved with names of their vision towers' layers.
+            # transformers saves Kimi-K2.5 and Qianfan-OCR with their vision towers' names for layers.
             own = re.sub(r"^(encoder\.layers|blocks)\.(?=\d)", "layers.", entry.name.removeprefix(prefix))
             renamed.append(replace_fields(entry, name=f"model.{own}"))
         elif entry.name.endswith("lm_head.weight"):
@@ -206,9 +206,7 @@ def _named_as_whole(tensors: list[SourceTensor], shapes: dict[str, tuple[int, ..
 
 
 def _check_names(pretrained: PreTrainedConfig, names: list[str], model_dir: Path, *, is_inside: bool) -> None:
-    """SpecDecError if weights of the model are missing. The weights of a language model inside another model may have
-    unknown names.
-    """
+    """SpecDecError if weights of the model are missing, or have unknown names inside another model."""
     missing = missing_weights(pretrained, names)
     if missing and is_inside:
         raise SpecDecError(
@@ -223,20 +221,14 @@ def _check_names(pretrained: PreTrainedConfig, names: list[str], model_dir: Path
 
 
 def _check_shapes(entries: list[SourceTensor], shapes: dict[str, tuple[int, ...]], model_dir: Path) -> None:
-    """SpecDecError for a tensor whose shape contradicts the config, or that has integers where the model has floats.
-    Names that transformers maps are skipped.
-    """
+    """SpecDecError for another shape than the config's, and for integers. Names that transformers maps are skipped."""
     for entry in entries:
         wanted = shapes.get(entry.name)
         if wanted is not None and not entry.is_float:
             raise SpecDecError(
-                f"`{entry.source_name}` is saved in {name_of_dtype(entry.dtype)}, without a config that says what its "
-                f"integers stand for: {model_dir}",
+                f"`{entry.source_name}` is saved in {str(entry.dtype).removeprefix('torch.')}, without a config that "
+                f"says what its integers stand for: {model_dir}",
                 hint="save the model in float32, float16 or bfloat16",
             )
         if wanted is not None and wanted != entry.shape:
             raise of_two_models(entry.source_name, entry.shape, wanted, model_dir)
-
-
-def name_of_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

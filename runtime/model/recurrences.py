@@ -112,7 +112,7 @@ def selective_scan(
         state = pool.new_zeros(())
         for token in range(b * Q, b * Q + int((slot_mapping[b] != 0).sum())):
             number, first = divmod(int(positions.flatten()[token]), chunk_size)
-            if token == b * Q and number + first:  # from the beginning of a chunk on again
+            if token == b * Q and number + first:  # computed again from the chunk's beginning
                 state, *before = chunks.parts(number if first else number - 1)
                 for i in range(first or chunk_size):
                     key, u, step = (one[:, i] for one in before)
@@ -146,9 +146,7 @@ class _Chunks:
     num_decays: int
 
     def parts(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views of a chunk's numbers: its state, keys [H, C, D], the tokens' additions [H, C, Dv], and sums of decays
-        [H, C, num_decays].
-        """
+        """Views: a chunk's state, keys [H, C, D], additions [H, C, Dv] and sums of decays [H, C, num_decays]."""
         D, Dv, C = self.key_dim, self.value_dim, self.size
         sizes = [D * Dv, C * D, C * Dv, C * self.num_decays]
         num_chunks = self.slot.shape[1] // sum(sizes)
@@ -177,7 +175,7 @@ class _Chunks:
             value = rates.unsqueeze(-1) * (value - of_state) - of_keys[:, :, :first] @ added[:, :first]
             value = torch.linalg.solve_triangular(of_keys[:, :, first:], value, upper=False, unitriangular=True)
         added[:, first:end] = value
-        # What is not finite stays so where it is seen, and passes through no product with 0.
+        # A token with NaN or infinity makes NaN of the outputs that see it; a product with 0 would spread it to others.
         broken = ~added[:, :end].isfinite().all(-1)
         output = (own.exp() * query) @ state + of_queries @ added[:, :end].where(~broken.unsqueeze(-1), 0)
         return output.masked_fill((sees & broken.unsqueeze(1)).any(-1, keepdim=True), torch.nan)

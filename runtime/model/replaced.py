@@ -33,6 +33,19 @@ class Replaced(nn.Module):
         """Prepare the module called `name` in the model after it has got its new class."""
 
 
+class OwnForward(Replaced):
+    """A module whose `computed` takes the place of its forward in a model with our attention."""
+
+    def forward(self, *arguments: Any, **kwargs: Any) -> Any:
+        if attends_by_ours(self.model_config):
+            return self.computed(*arguments, **kwargs)
+        return super().forward(*arguments, **kwargs)
+
+    @abstractmethod
+    def computed(self, *arguments: Any, **kwargs: Any) -> Any:
+        """The output that transformers' forward has for these arguments."""
+
+
 def layer_in(name: str) -> int:
     """Number of the layer in a module's name: 3 for `model.layers.3.self_attn`."""
     return next(int(part) for part in name.split(".") if part.isdecimal())
@@ -49,16 +62,14 @@ class NumberedLayer(Replaced):
 
 
 class EqualPositions(Replaced):
-    """Rotary positions in time, height and width, whose frequencies are not mixed, since all three are
-    equal for text.
-    """
+    """Rotary positions in time, height and width. Their frequencies are not mixed: for text all three are equal."""
 
     def recomposition_frequencies(self, frequencies: Tensor) -> Tensor:
         """Frequencies [B, T, 2 D] from `frequencies` [3, B, T, D]."""
         return torch.cat((frequencies[0], frequencies[0]), dim=-1)
 
 
-class RotaryOfPairs(Replaced):
+class RotaryOfPairs(OwnForward):
     """A rope with cosines and sines [1, tokens, head_dim / 2, 2] in place of complex numbers."""
 
     inv_freq: Tensor
@@ -67,31 +78,23 @@ class RotaryOfPairs(Replaced):
     """Index of the heads' dimension in queries and keys."""
 
     def prepare(self, name: str, model: PreTrainedModel) -> None:
-        _rotate_pairs(own_module(self), self.heads_dim)
+        replace_function(own_module(self), "apply_rotary_emb", partial(_rotating_pairs, self.heads_dim))
 
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        if not attends_by_ours(self.model_config):
-            factors: Tensor = super().forward(x, position_ids)
-            return factors
+    def computed(self, x: Tensor, position_ids: Tensor) -> Tensor:
         angles = position_ids[..., None].float() * self.inv_freq.float()
         return torch.stack([angles.cos(), angles.sin()], -1) * self.attention_scaling
 
 
-def _rotate_pairs(module: Any, heads_dim: int) -> None:
-    """Have transformers' module rotate with cosines and sines too."""
-    theirs: Callable[..., Any] = module.apply_rotary_emb
-    if hasattr(theirs, "of_complex"):
-        return
+def _rotating_pairs(heads_dim: int, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A rotation that takes cosines and sines, too."""
 
-    @wraps(theirs)
     def apply_rotary_emb(query: Tensor, key: Tensor, factors: Tensor) -> Any:
         if factors.is_complex():
             return theirs(query, key, factors)
         return tuple(_rotated(one, factors.unsqueeze(heads_dim)) for one in (query, key))
 
-    apply_rotary_emb.of_complex = theirs  # type: ignore[attr-defined]
-    module.apply_rotary_emb = apply_rotary_emb
+    return apply_rotary_emb
 
 
 def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
@@ -111,7 +114,7 @@ class Layer(Replaced):
 
 
 class Attends(Replaced):
-    """Attention that passes on the paged inputs that it gets from its model."""
+    """Attention that gets the step's paged inputs from its model (`OwnAttentionModel`), and knows config and layer."""
 
     config: Any
     layer_idx: int
@@ -121,13 +124,11 @@ class Attends(Replaced):
 
 
 class OwnAttention(Attends):
-    """Attention through transformers' interface, in place of a method that computes attention from queries, keys and
-    values.
-    """
+    """Attention through transformers' interface, in place of a method that computes attention by itself."""
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
-        return hasattr(module, "_attn")  # GPT-J's and CodeGen's have none since transformers 5.24
+        return hasattr(module, "_attn")  # GPT-J's and CodeGen's lack it since transformers 5.24
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:
         with handed([self], taken_from(kwargs), "_attn"):
@@ -145,10 +146,10 @@ class OwnAttention(Attends):
             attended: tuple[Tensor, Tensor] = super()._attn(query, key, value, attention_mask)  # type: ignore[misc]
             return attended
         window = self.config.window_size if getattr(self, "attention_type", None) == "local" else None
-        if window is not None:  # only GPT-Neo's own mask, beside this one, knows it
+        if window is not None:  # only GPT-Neo's own mask, `bias`, has the window
             own = self.bias[:, :, : key.shape[2], : key.shape[2]]  # type: ignore[index]
             attention_mask = None if "paged" in taken else attention_mask.masked_fill(~own, -torch.inf)  # type: ignore[union-attr]
-        divisor: Any = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)  # GPT-Neo has none
+        divisor: Any = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)  # GPT-Neo has neither
         output, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
             self,
             query.to(value.dtype),
@@ -186,17 +187,24 @@ class Biased(Attends):
         return output.flatten(2)
 
 
+def replace_function(module: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `around(theirs)` in the place of a function of transformers' module, once."""
+    theirs = getattr(module, name)
+    if not hasattr(theirs, "replaces"):
+        ours = wraps(theirs)(around(theirs))
+        ours.replaces = theirs  # type: ignore[attr-defined]
+        setattr(module, name, ours)
+
+
 def own_module(module: nn.Module) -> Any:
     """The Python module of transformers that defines the class of a replaced module."""
     return sys.modules[type(module).__bases__[1].__module__]
 
 
 class OwnAttentionModel(Replaced):
-    """A model that hands the step's paged inputs to all its attention modules at once, since its layers take no
-    keywords.
-    """
+    """A model that hands the paged inputs to its attention modules, since its layers take no keywords."""
 
-    _can_set_attn_implementation_cached_value = True  # which transformers would read from the module's code
+    _can_set_attn_implementation_cached_value = True  # otherwise transformers looks in the module's code
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:
         attention = [module for module in self.modules() if isinstance(module, Attends)]
@@ -214,8 +222,8 @@ def taken_from(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def handed(modules: Iterable[nn.Module], taken: dict[str, Any], method: str = "forward") -> Iterator[None]:
-    """Within the block, add the keywords `taken`, if there are any, to calls of a method of these modules. Afterwards
-    the previous attribute is put back instead of deleted, which `torch.compile` would not understand.
+    """Within the block, add the keywords `taken` to calls of a method of these modules. Afterwards the previous
+    attribute is put back: `torch.compile` does not understand that an attribute is deleted.
     """
     before = [(module, getattr(module, method)) for module in modules] if taken else []
     for module, function in before:
@@ -231,20 +239,15 @@ def attends_by_ours(config: Any) -> bool:
     return config._attn_implementation in (KERNEL, PAGED, PROBE)
 
 
-class Indexer(Replaced):
+class Indexer(OwnForward):
     """An index that chooses all keys: sequences are limited to the number of keys that the index may choose."""
 
-    def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
-        if attends_by_ours(self.model_config):
-            return hidden_states.new_zeros(*hidden_states.shape[:2], 1, dtype=torch.int32)
-        chosen: Tensor = super().forward(hidden_states, *arguments, **kwargs)
-        return chosen
+    def computed(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
+        return hidden_states.new_zeros(*hidden_states.shape[:2], 1, dtype=torch.int32)
 
 
 class Indexed(Replaced):
-    """Attention that looks only at keys that an index chooses. Its mask stays causal, since the index chooses all keys
-    (`Indexer`).
-    """
+    """Attention to the keys that an index chooses, which are all keys (`Indexer`), so that its mask stays causal."""
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("paged"), PagedInputs) and kwargs.get("attention_mask") is None:

@@ -1,8 +1,5 @@
-"""A rank's model: it has a piece of each split weight, and computes the whole model's result together with the other
-ranks.
-"""
+"""A rank's model: it has a piece of each split weight, and all ranks together compute the whole model's result."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,8 +68,8 @@ class SplitEmbedding(nn.Module):
 def placeholders_of_pieces(
     state_dict: dict[str, Tensor], splitting: Splitting, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Take a rank's pieces of split weights out of its tensors and return them by name; while the model is loaded,
-    tensors with the whole shapes, which take no memory, stand in their place.
+    """Take a rank's pieces of split weights out of its tensors, and return them by name. Zeros with the whole shapes,
+    which take no memory, stand in their place while the model is loaded. SpecDecError for a piece of another shape.
     """
     pieces = {name: state_dict.pop(name) for name in list(state_dict) if splitting.is_cut(name)}
     for name, piece in pieces.items():
@@ -89,8 +86,8 @@ def placeholders_of_pieces(
 
 
 def place_pieces(model: PreTrainedModel, splitting: Splitting, pieces: dict[str, Tensor] | None = None) -> None:
-    """Put pieces of the weights in their places; on `meta`, tensors with the pieces' shapes."""
-    placed: dict[int, nn.Parameter] = {}  # by the parameters that they replace: some are shared
+    """Put pieces in place of the split weights; without `pieces`, empty tensors in the pieces' shapes."""
+    placed: dict[int, nn.Parameter] = {}  # by the replaced parameter: some are shared
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if not splitting.is_cut(name):
             continue
@@ -98,8 +95,8 @@ def place_pieces(model: PreTrainedModel, splitting: Splitting, pieces: dict[str,
             if pieces is None:
                 piece = parameter.new_empty(splitting.form(name, tuple(parameter.shape)))
             else:
-                found = _names_of(model, parameter)
-                piece = next(pieces[one] for one in found if one in pieces)
+                shared = (name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter)
+                piece = next(pieces[one] for one in shared if one in pieces)
             placed[id(parameter)] = nn.Parameter(piece, requires_grad=False)
         layer_name, _, part = name.rpartition(".")
         layer = model.get_submodule(layer_name)
@@ -108,12 +105,8 @@ def place_pieces(model: PreTrainedModel, splitting: Splitting, pieces: dict[str,
             layer.out_features, layer.in_features = placed[id(parameter)].shape
 
 
-def _names_of(model: PreTrainedModel, parameter: nn.Parameter) -> Iterator[str]:
-    return (name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter)
-
-
 def compute_together(model: PreTrainedModel, splitting: Splitting, *, shares_memory: bool) -> None:
-    """Replace layers with split outputs by layers that collect the outputs of all ranks."""
+    """Replace split layers by layers that add up or collect the ranks' outputs."""
     ranks = Ranks(splitting.tp_size, shares_memory)
     for name, split in splitting.layers.items():
         parent, _, child = name.rpartition(".")
@@ -134,7 +127,7 @@ def _together(layer: nn.Module, split: Split, ranks: Ranks) -> nn.Module:
             weight = layer.weight
             assert isinstance(weight, nn.Parameter)
             return SplitEmbedding(weight, ranks)
-        case "experts":  # which others ask for what they are
+        case "experts":  # the module stays, since other code reads its attributes
             layer.register_forward_hook(partial(_summed, ranks))
             return layer
         case "inputs" | "own_inputs":

@@ -24,9 +24,7 @@ Kind = Literal["outputs", "gathered_outputs", "inputs", "own_inputs", "vocabular
 
 @dataclass(frozen=True)
 class Cut:
-    """The dimension along which a tensor is cut, and the number of stacked matrices in it, of each of which a rank has
-    a piece.
-    """
+    """The dimension along which a tensor is cut, and the number of matrices stacked in it, each of which is cut."""
 
     dimension: int
     num_packed: int = 1
@@ -48,9 +46,7 @@ _KINDS: dict[str, Kind | None] = {
 }
 """Cuts by transformers' words for linear layers; None if each rank holds the whole weight."""
 _EXPERTS_CUTS = {"colwise": Cut(-2), "packed_colwise": Cut(-2, 2), "rowwise": Cut(-1), "packed_rowwise": Cut(-1, 2)}
-"""transformers' words for weights that hold all experts of a layer, [experts, outputs, inputs] or [experts, inputs,
-outputs].
-"""
+"""transformers' words for weights [experts, outputs, inputs] or [experts, inputs, outputs]."""
 _OWN_PARTS = ("weight", "bias")
 _KV_PROJECTIONS = {"k_proj", "v_proj"}
 _GROUPED = ("weight_scales", "weight_zeros", "weight_offsets")
@@ -60,9 +56,7 @@ _ANOTHER_SIZE = "split it over another number of devices"
 
 @dataclass(frozen=True)
 class Split:
-    """Split of a layer over ranks. `num_pieces` is below the number of ranks if neighbouring ranks hold the same
-    piece.
-    """
+    """Split of a layer over ranks. With fewer pieces than ranks, neighbouring ranks hold the same piece."""
 
     kind: Kind
     num_pieces: int
@@ -90,9 +84,7 @@ class Splitting:
     """Embeddings and output layer that are not split."""
 
     def piece(self, name: str, tensor: Tensor, rank: int) -> Tensor:
-        """The part of a checkpoint's tensor that rank `rank` holds; SpecDecError if the tensor cannot be divided in
-        this way.
-        """
+        """The part of a checkpoint's tensor that a rank holds; SpecDecError if the tensor cannot be divided so."""
         found = self._cut(name, tuple(tensor.shape))
         if found is None:
             return tensor
@@ -114,7 +106,7 @@ class Splitting:
             )
 
     def form(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a rank's piece of a tensor."""
+        """The shape of a rank's piece of a tensor; SpecDecError if the tensor cannot be divided so."""
         found = self._cut(name, shape)
         if found is None:
             return shape
@@ -129,9 +121,7 @@ class Splitting:
         A scale for all inputs of an output, which is equal on all ranks, becomes a scale for each rank's inputs; both
         mean the same.
         """
-        layer, _, part = name.rpartition(".")
-        split = self.layers.get(layer)
-        cut = split.cut(part) if split else None
+        split, cut = self._split_and_cut(name)
         if split is None or cut is None:
             return pieces[0]
         distinct = list(pieces)[:: self.tp_size // split.num_pieces]
@@ -140,15 +130,18 @@ class Splitting:
 
     def is_cut(self, name: str) -> bool:
         """True if ranks hold only parts of the parameter with this name."""
+        split, cut = self._split_and_cut(name)
+        return split is not None and cut is not None and (bool(split.cuts) or name.rpartition(".")[2] in _OWN_PARTS)
+
+    def _split_and_cut(self, name: str) -> tuple[Split | None, Cut | None]:
         layer, _, part = name.rpartition(".")
         split = self.layers.get(layer)
-        return split is not None and (bool(split.cuts) or part in _OWN_PARTS) and split.cut(part) is not None
+        return split, split.cut(part) if split else None
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> tuple[Cut, int] | None:
         """Cut of a tensor, and its number of pieces."""
         layer, _, part = name.rpartition(".")
-        split = self.layers.get(layer)
-        cut = split.cut(part) if split else None
+        split, cut = self._split_and_cut(name)
         is_of_all_inputs = cut == _INPUTS and part in _GROUPED and shape[1] == 1
         if split is None or cut is None or is_of_all_inputs:
             return None
@@ -157,7 +150,7 @@ class Splitting:
                 f"a layer that is to be split over devices has its inputs reordered: {layer}",
                 hint="run the model on one device",
             )
-        # Two numbers of 4 bits lie in a byte, and scales are of groups of inputs: none of them is cut through.
+        # A cut goes neither through a byte of two 4-bit numbers nor through a group of inputs with one scale.
         size = shape[cut.dimension] // cut.num_packed
         if size % split.num_pieces:
             what = {"weight": "inputs", "weight_values": "columns"}.get(part, "groups of inputs")
@@ -242,11 +235,8 @@ def _kind_of(plan: Mapping[str, str], name: str, family: str) -> Kind | None:
 
 
 def _style_of(plan: Mapping[str, str], name: str) -> str | None:
-    return next((style for pattern, style in plan.items() if _matches(pattern, name)), None)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+    regexes = ((re.escape(pattern).replace(r"\*", r"\d+"), style) for pattern, style in plan.items())
+    return next((style for regex, style in regexes if re.fullmatch(regex, name)), None)
 
 
 def _refuse(family: str, style: str) -> NoReturn:
@@ -308,9 +298,7 @@ def _kv_pieces(layers: Seq[LayerShape], tp_size: int, family: str) -> int:
 
 
 def _with_vocabulary(model: PreTrainedModel, splits: dict[str, Split], tp_size: int) -> Splitting:
-    """The splits with embeddings and output layer added, each split if its rows can be divided; if they are tied, both
-    or neither.
-    """
+    """The splits, with embeddings and output layer: each is split if its rows divide; tied ones both or neither."""
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = {id(module): name for name, module in model.named_modules()}

@@ -58,7 +58,8 @@ def write_weights(
     For a tensor that equals one of the `known` tensors of another step, only that tensor's name is written. The parts
     are then made twice, since the file begins with the list of known tensors.
     """
-    shared = {name: other for part in parts() for name, other in _among(known, part)} if known else {}
+    found = ((name, _find(weight, known)) for part in parts() for name, weight in part.items()) if known else ()
+    shared = {name: other for name, other in found if other is not None}
     own = {name: form for name, form in layout.items() if name not in shared}
     written, awaited = _Written(path, own, shared), set(own)
     try:
@@ -67,7 +68,7 @@ def write_weights(
                 assert layout_of({name: part[name]})[name] == layout[name]
                 written.put(name, part[name])
                 awaited.discard(name)
-        assert not awaited  # or the thread would wait for them
+        assert not awaited  # else the thread would wait forever
         if _meanwhile is None:
             written.finish()
     except BaseException:
@@ -150,9 +151,7 @@ def written_meanwhile() -> Iterator[Callable[[], None]]:
 
 
 def _header(layout: Layout, metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Length and header in safetensors' form, and the byte range of each tensor in the file's order: the widest dtype
-    first.
-    """
+    """Header in safetensors' form with its length, and each tensor's bytes in the file's order, widest dtype first."""
     order = {name: number for number, name in enumerate(NUM_BITS)}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     sizes, end = dict[str, int](), 0
@@ -164,10 +163,6 @@ def _header(layout: Layout, metadata: dict[str, str]) -> tuple[bytes, dict[str, 
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded, sizes
-
-
-def _among(known: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    return ((name, other) for name, weight in weights.items() if (other := _find(weight, known)) is not None)
 
 
 def _find(weight: Tensor, known: Mapping[str, Tensor]) -> str | None:
@@ -187,7 +182,7 @@ def num_bytes_of(layout: Layout) -> int:
 
 
 def open_weights(path: Path, wanted: Layout, known: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The file's tensors, in one piece of memory, followed by the `known` tensors that the file names.
+    """The file's tensors, in one piece of memory, and the `known` tensors that the file names.
 
     Raises SafetensorError if the file is damaged, and SpecDecError unless the tensors are those that the step expects,
     since it reads their memory by compiled offsets.
@@ -224,7 +219,7 @@ def _shared(path: Path, metadata: dict[str, str], known: Mapping[str, Tensor]) -
 def _named(path: Path, names: dict[str, str], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The known tensors that the file names in place of its own."""
     if missing := sorted(set(names.values()) - set(known)):
-        _refuse(path, f"names {len(missing)} of the target's weights that it has not, such as: {missing[0]}")
+        _refuse(path, f"names {len(missing)} weights that the target does not have, such as: {missing[0]}")
     return {name: known[other] for name, other in names.items()}
 
 
@@ -262,7 +257,7 @@ def _check_layout(path: Path, found: Layout, wanted: Layout) -> None:
     if lacking:
         _refuse(path, f"lacks {len(lacking)} of the step's weights, such as: {lacking[0]}")
     if foreign:
-        _refuse(path, f"has {len(foreign)} weights that the step has not, such as: {foreign[0]}")
+        _refuse(path, f"has {len(foreign)} weights that the step does not take, such as: {foreign[0]}")
     for name, (dtype, shape) in wanted.items():
         if found[name] != (dtype, shape):
             _refuse(path, f"has {found[name][0]} {found[name][1]} where the step wants {dtype} {shape}: {name}")
@@ -281,7 +276,7 @@ def _aligned(num_bytes: int) -> int:
 
 _HUGE_PAGE = 1 << 21
 _READ_AT_ONCE = 1 << 30  # bytes: Linux reads no more than 2 GiB
-_KEPT_BYTES = 64 << 20  # of weights that were read are kept: small models' weights are read once
+_KEPT_BYTES = 64 << 20  # kept after use: a small model's weights are read once
 
 
 @dataclass
@@ -347,14 +342,14 @@ def absent_weights(path: Path) -> dict[str, Tensor]:
     with ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
         tensors = _entries(file)
-        stack.pop_all()  # open for as long as the tensors are there
+        stack.pop_all()  # the file stays open as long as the tensors exist
     sizes = {name: _pages_of(entry.num_bytes) for name, entry in tensors.items()}
     large = [name for name, size in sizes.items() if size >= _HUGE_PAGE]
     small = [name for name, size in sizes.items() if size < _HUGE_PAGE]
     mapping = reserve(_Mapping, _HUGE_PAGE + sum(sizes.values()))
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     known = _FileMemory(path, file, stamp_of(os.fstat(file.fileno())), memory.data_ptr())
-    # Huge pages belong to one tensor each, or one that is given back would leave a part of them, with its neighbours'.
+    # No two tensors share a huge page: one that is given back could not give back the page.
     end, of_large = -known.address % _HUGE_PAGE, sum(sizes[name] for name in large)
     small_pages(mapping, end + of_large, len(mapping) - end - of_large)
     weights = {}
@@ -381,7 +376,7 @@ def is_absent(tensor: Tensor) -> bool:
 
 def _memory_of(tensor: Tensor) -> _FileMemory | None:
     if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
-        return None  # tensors of a trace have no memory
+        return None  # a traced tensor has no memory
     return _memories.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
 
@@ -400,7 +395,7 @@ def present(*those: nn.Module | Tensor) -> Iterator[None]:
 
 
 def tensors_of(those: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
-    """The tensors in `those`, and the tensors of the modules in it."""
+    """All tensors of an iterable of tensors and modules."""
     for one in those:
         if isinstance(one, nn.Module):
             yield from one.parameters()

@@ -1,1 +1,1 @@
-"""Errors, files, locks, the cache and processes: every room uses them, and they know nothing about models."""
+"""Errors, files, locks, the cache of engines, and processes, for every room."""

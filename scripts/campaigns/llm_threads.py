@@ -116,9 +116,9 @@ def switched_often() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def expected(llm: LLM, kinds: dict[str, Ask] | None = None) -> dict[tuple[str, int], Any]:
+def expected(llm: LLM) -> dict[tuple[str, int], Any]:
     """Answers that each request gets in one thread."""
-    return {(name, i): ask(llm, i) for name, ask in (kinds or KINDS).items() for i in range(_NUM_PROMPTS)}
+    return {(name, i): ask(llm, i) for name, ask in KINDS.items() for i in range(_NUM_PROMPTS)}
 
 
 def faults_of(llm: LLM, alone: dict[tuple[str, int], Any], num_threads: int, num_requests: int) -> list[str]:

@@ -1,5 +1,6 @@
-"""Keeps README.md and docs/ true: flag tables come from the commands, the arguments of `LLM` from the descriptions of
-an engine's options, the list of rooms from the packages' docstrings, and the walk's output from running the walk.
+"""Keeps README.md and docs/ true: flag tables come from the commands, the arguments of `LLM` and the fields of
+`SamplingParams` from their descriptions, the list of rooms from the packages' docstrings, and the walk's output from
+running the walk.
 
 python -m scripts.tools.update_docs           flag tables, rooms, and the texts of `--help` that are kept ready
 python -m scripts.tools.update_docs --walk    the same, and the output of the walk's commands, run in a new directory
@@ -24,6 +25,7 @@ import typer.main
 
 from commands.output.help import sort_by_panel
 from runtime.builder.engine_options import OPTIONS, OTHER_NAMES
+from runtime.core.params import FIELDS, SamplingParams
 from specdec_cli.app import app, help_texts
 from specdec_cli.start import with_headings
 
@@ -82,6 +84,18 @@ def engine_options_table() -> str:
     return "\n".join(["| argument | default | meaning |", "|---|---|---|", *rows])
 
 
+def request_fields_table() -> str:
+    """A Markdown table of the fields of `SamplingParams`, and the names that they have in bodies of requests."""
+    rows = []
+    for name, (_, field) in FIELDS.items():
+        protocols: dict[str, list[str]] = {}
+        for protocol, own in field.names.items():
+            protocols.setdefault(own, []).append(protocol)
+        bodies = [f"{'' if own == name else f'`{own}` in '}{', '.join(of)}" for own, of in protocols.items()]
+        rows.append(f"| `{name}` | `{getattr(SamplingParams, name)!r}` | {field.help} | {'; '.join(bodies)} |")
+    return "\n".join(["| field | default | meaning | in bodies of |", "|---|---|---|---|", *rows])
+
+
 def room_table(package: str) -> str:
     """A Markdown table of a package's rooms: every folder with an `__init__.py`, and its docstring."""
     rows = [
@@ -105,6 +119,8 @@ def with_tables(text: str) -> str:
 
     options = f"<!-- engine options -->\n\n{engine_options_table()}\n\n<!-- end -->"
     text = re.sub(r"<!-- engine options -->\n.*?<!-- end -->", lambda _: options, text, flags=re.DOTALL)
+    fields = f"<!-- request fields -->\n\n{request_fields_table()}\n\n<!-- end -->"
+    text = re.sub(r"<!-- request fields -->\n.*?<!-- end -->", lambda _: fields, text, flags=re.DOTALL)
     text = re.sub(r"<!-- rooms: (\w+) -->\n.*?<!-- end -->", rooms, text, flags=re.DOTALL)
     return re.sub(r"<!-- flags: ([\w ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 

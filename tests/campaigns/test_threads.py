@@ -76,6 +76,7 @@ def test_run_without_room_beside_another_takes_it_and_the_other_goes_on(loop: An
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_engine_that_drafts_for_itself_ends_in_an_error_or_in_its_own_output(loop: Any, said: Said) -> None:
+    too_small = []
     for max_tokens in (40, 80, None):
         engine = make_engine(max_tokens=max_tokens)
         request = Request(0, (1, 2, 3), 30)
@@ -83,9 +84,10 @@ def test_engine_that_drafts_for_itself_ends_in_an_error_or_in_its_own_output(loo
             found = outputs(loop.generate(engine, [request], DraftModel(engine, VOCAB_SIZE, use_logits=False), 4))
             assert found == expected([request])
         except SpecDecError as error:
-            assert max_tokens
+            too_small.append(max_tokens)
             said(error)
         engine.check_books()
+    assert 40 in too_small and None not in too_small
 
 
 def test_engines_of_one_directory_in_threads_have_the_outputs_of_one(llama_engine_dir: Path) -> None:

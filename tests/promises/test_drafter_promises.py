@@ -108,7 +108,7 @@ def test_confidence_is_learned_of_tokens_that_were_reached(num_right: int, num_d
     stop = ConfidenceStop(lambda batch, context, draft_len: 1.0, lambda batch, context: 0.1)
     sequence = Sequence.start(Request(0, (1,), 99))
     drafted = list(range(100, 100 + num_drafted))
-    state = DraftState(sequence, 9, use_logits=False, tokens=drafted, confidence_stop=[*range(num_drafted), 15])
+    state = DraftState(sequence, 9, use_logits=False, tokens=drafted, confidence_classes=[*range(num_drafted), 15])
     stop.end([sequence], [state], num_drafted)
     sequence.tokens += [*drafted[:num_right], *[0] * 9][:num_known]
     stop._learn(sequence)

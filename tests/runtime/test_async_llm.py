@@ -16,7 +16,6 @@ from runtime.llm.options import own_names
 from specdec_cli import (
     LLM,
     AsyncLLM,
-    NgramDrafter,
     RequestOutput,
     SamplingParams,
     SpecDecError,
@@ -63,7 +62,7 @@ def test_a_result_for_each_prompt_has_its_n_outputs(llm: LLM) -> None:
     assert outputs[0].cumulative_logprob == pytest.approx(sum(one.logprob for one in outputs[0].logprobs or []))
 
 
-@pytest.mark.parametrize("drafter", [None, SuffixDrafter(), NgramDrafter(4, 2)], ids=["none", "suffix", "n-gram"])
+@pytest.mark.parametrize("drafter", [None, SuffixDrafter()], ids=["none", "suffix"])
 def test_async_results_grow_to_what_the_llm_generates(llm: LLM, llama_engine_dir: Path, drafter: Any) -> None:
     asked = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
 
@@ -151,7 +150,7 @@ def test_vllms_arguments_are_ours_or_are_answered(llama_engine_dir: Path) -> Non
     with pytest.raises(UsageError, match="kv_cache_dtype must be .*: 'fp9'") as refused:
         LLM(llama_engine_dir, kv_cache_dtype="fp9")  # type: ignore[arg-type]
     of_flag = OPTIONS["kv_cache_dtype"][1].hint
-    assert refused.value.hint == f"perhaps 'fp8'; or {of_flag}"
+    assert refused.value.hint == of_flag
     with pytest.raises(UsageError, match="max_model_len and max_seq_len.*: 64, 96"):
         LLM(llama_engine_dir, max_model_len=64, max_seq_len=96)
     with pytest.raises(UsageError, match="`prompt` or `prompt_token_ids`"), LLM(llama_engine_dir) as llm:
@@ -167,7 +166,7 @@ def test_vllms_arguments_are_ours_or_are_answered(llama_engine_dir: Path) -> Non
 def test_text_keeps_its_stop_word_if_asked_to(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], GREEDY)[0].text
     assert whole
-    for start in range(2, len(whole) - 3, 3):
+    for start in (2, len(whole) // 2, len(whole) - 4):
         word = whole[start : start + 3]
         end = whole.index(word) + len(word)
         for shows, expected in ((False, whole[: end - len(word)]), (True, whole[:end])):

@@ -112,21 +112,18 @@ def test_sampling_with_a_seed_is_the_same_with_any_drafter(llm: LLM) -> None:
     assert (check.num_samples, check.num_identical, check.differences) == (6, 6, ())
 
 
-def test_without_a_seed_every_call_draws_anew(llm: LLM) -> None:
-    """Chance alone would make two outputs of 24 tokens of a nearly flat distribution the same once in 10^20 runs."""
-    params = SamplingParams(temperature=5.0, max_tokens=24, ignore_eos=True)
-    first, second = (llm.generate(PROMPT, params)[0].token_ids for _ in range(2))
-    assert first != second
-
-
-def test_logprobs_are_the_models_own(llm: LLM, llama: PreTrainedModel) -> None:
+def test_logits_and_logprobs_are_the_models_own(llm: LLM, llama: PreTrainedModel) -> None:
     """Hugging Face's, from one forward over prompt and output, whatever is drafted and however tokens are chosen."""
     params = SamplingParams(seed=1, temperature=0.7, repetition_penalty=1.3, max_tokens=16, logprobs=3, ignore_eos=True)
-    (output,) = llm.generate(PROMPTS[2], params, drafter=SuffixDrafter())
+    wants = dataclasses.replace(params, return_generation_logits=True)
+    (output,) = llm.generate(PROMPTS[2], wants, drafter=SuffixDrafter())
     tokens = [*output.prompt_token_ids, *output.token_ids]
-    reference = torch.log_softmax(eager_logits(llama, tokens).float(), dim=-1)[len(output.prompt_token_ids) - 1 : -1]
+    logits = eager_logits(llama, tokens).float()[len(output.prompt_token_ids) - 1 : -1]
+    assert output.generation_logits is not None
+    torch.testing.assert_close(output.generation_logits, logits, atol=1e-4, rtol=0)
+    assert llm.generate(PROMPTS[2], params)[0].generation_logits is None
     assert output.logprobs is not None and len(output.logprobs) == 16
-    for row, token, one in zip(reference, output.token_ids, output.logprobs, strict=True):
+    for row, token, one in zip(logits.log_softmax(-1), output.token_ids, output.logprobs, strict=True):
         values, ids = row.topk(3)
         assert one.token == token
         assert one.logprob == pytest.approx(float(row[token]), abs=1e-5)
@@ -265,16 +262,6 @@ def test_tokenizer_that_cannot_be_read_is_named_where_the_user_has_it(
     said(error, str(tmp_path / "model" / "tokenizer.json"))
 
 
-def test_logits_are_the_models_own(llm: LLM, llama: PreTrainedModel) -> None:
-    params = dataclasses.replace(GREEDY, repetition_penalty=1.3, return_generation_logits=True)
-    (output,) = llm.generate(PROMPT, params, drafter=NgramDrafter())
-    tokens = [*output.prompt_token_ids, *output.token_ids]
-    reference = eager_logits(llama, tokens).float()[len(output.prompt_token_ids) - 1 : -1]
-    assert output.generation_logits is not None
-    torch.testing.assert_close(output.generation_logits, reference, atol=1e-4, rtol=0)
-    assert llm.generate(PROMPT, GREEDY)[0].generation_logits is None
-
-
 def test_without_a_number_of_tokens_there_are_as_many_as_fit(llm: LLM, said: Said) -> None:
     (output,) = llm.generate(PROMPT, dataclasses.replace(GREEDY, max_tokens=None))
     room = llm.bundle.config.build_config.max_request_len
@@ -337,15 +324,6 @@ def test_what_a_speculative_config_cannot_be_is_said(case: str, llama_engine_dir
     with pytest.raises(UsageError) as caught:
         LLM(llama_engine_dir, speculative_config=NO_CONFIGS[case])
     said(caught)
-
-
-def test_stream_that_is_left_frees_the_engine(llm: LLM, expected: list[list[int]]) -> None:
-    stream = llm.stream(PROMPT, GREEDY)
-    next(stream)
-    del stream
-    assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected[0]
-    llm.engine._blocks.check_integrity()
-    assert llm.engine._blocks.num_free_blocks == llm.engine._blocks.num_blocks - 1, "but for the null block"
 
 
 def test_parameters_for_each_prompt(llm: LLM, expected: list[list[int]], tokenizer: PreTrainedTokenizerFast) -> None:

@@ -179,10 +179,11 @@ def test_what_was_changed_is_put_back_after_any_end(
     assert list(path.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize("wrong", ["name", "absent", "blocked", "broken", "model"])
+@pytest.mark.parametrize("wrong", ["name", "absent", "blocked", "broken", "model", "printed"])
 def test_what_is_wrong_is_told_in_a_sentence(
-    make_listening_once: Callable[..., Listening], forks: Forks, home: Path, wrong: str, said: Said
+    make_listening_once: Callable[..., Listening], forks: Forks, home: Path, wrong: str, said: Said, llama_dir: Path
 ) -> None:
+    """Before anything is printed to type: a damaged model, for example, would not be opened by these lines."""
     port = make_listening_once().port
     at_server, arguments, values = ["--port", str(port)], ["codex"], list[str]()
     match wrong:
@@ -200,12 +201,25 @@ def test_what_is_wrong_is_told_in_a_sentence(
             arguments, values = ["codex", *at_server], [".codex/config.toml"]
         case "model":
             arguments, values = ["codex", "other-model", *at_server], ["tiny", "other-model"]
+        case "printed":
+            shutil.copytree(llama_dir, home / "broken")
+            (home / "broken" / "chat_template.jinja").write_text(TEMPLATE)
+            os.truncate(home / "broken" / "model.safetensors", 1000)
+            arguments = ["codex", str(home / "broken"), "--print", "--port", "0"]
     done = forks.run("launch", *arguments, environment=environment(home))
-    assert done.returncode == (2 if wrong == "name" else 1), done.stderr
+    assert done.returncode == (2 if wrong == "name" else 1) and not done.stdout, done.stderr
     first, second = done.stderr.splitlines()[-2:]
     assert first.startswith("error: ") and second.startswith("hint: ")
     said(first.replace(str(home), "HOME") + "\n" + second, *values)
     assert not (home / "record.json").exists()
+
+
+def test_an_engine_keeps_its_own_limits(forks: Forks, home: Path, llama_uncompiled_dir: Path) -> None:
+    build = json.loads((llama_uncompiled_dir / "config.json").read_text())["build_config"]
+    for named in ([llama_uncompiled_dir], ["--engine-dir", llama_uncompiled_dir]):
+        printed = forks.run("launch", "codex", *named, "--print", "--port", 0, environment=environment(home)).stdout
+        assert f"model_context_window = {build['max_seq_len'] - build['max_draft_len']}\n" in printed
+        assert "--spec-decode-algo AUTO --any-model" in printed and "--max-seq-len" not in printed
 
 
 def test_a_file_of_settings_is_the_servers_too(forks: Forks, home: Path) -> None:

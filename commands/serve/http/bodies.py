@@ -218,7 +218,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._group, self._streams, self._chunks, self._waiting = group, streams, chunks, waiting
         group.is_streamed = True
-        group.changed.set()  # steps before this one woke nobody
+        group.changed.set()  # earlier steps did not: the group was not streamed yet
         self._is_long = is_long
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -268,7 +268,7 @@ class EventStream(Response):
 
 
 def _piece_of(events: Iterator[bytes]) -> bytes:
-    """The events that have come, joined; empty at the end."""
+    """The next events, joined to 64 KB or more; at the end the rest, and then an empty text."""
     taken, size = [], 0
     for event in events:
         taken.append(event)

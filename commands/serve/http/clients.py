@@ -11,7 +11,6 @@ from runtime.loop.serving import ServeRequest
 KEY_OF_SCOPE = "specdec.key"
 """Key of a request's ASGI scope for the API key that came with it, and whether that key alone tells clients apart."""
 
-
 SALT_OF_SCOPE = "specdec.salt"
 """Key of a request's ASGI scope for the salt of its API key, if keys are checked."""
 
@@ -34,13 +33,13 @@ def salted(asked: Seq[ServeRequest], scope: Mapping[str, Any], given: str | None
     """The requests, each with the salt that separates its keys and values from other clients': made from the API key,
     if keys are checked, and the body's `cache_salt`.
     """
-    salt = " ".join(filter(None, (scope.get(SALT_OF_SCOPE), None if given is None else f"salt {given}"))) or None
+    salt = corpus_owners(scope, given)[0]
     return [replace(one, request=replace(one.request, cache_salt=salt)) for one in asked]
 
 
 def corpus_owners(scope: Mapping[str, Any], given: str | None) -> tuple[str | None, ...]:
-    """Owners whose corpora a request may name: its salt's, then its API key's, or, without either, the common owner. A
-    corpus that it adds belongs to the first.
+    """Owners whose corpora a request may name: its salt's, then its API key's, or, without either, the common owner
+    None. A corpus that the request adds belongs to the first.
     """
     own = scope.get(SALT_OF_SCOPE)
     return (own,) if given is None else (" ".join(filter(None, (own, f"salt {given}"))), own)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: a status, and `{"error": {message, type, param, code}}`."""
+"""Errors as clients read them: a status and `{"error": {message, type, param, code}}`, or Anthropic's form."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -32,6 +32,14 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+
+_BUSY: dict[type[SpecDecError], tuple[int, str]] = {
+    QueueFull: (503, "queue_full"),
+    FormsBusy: (503, "forms_busy"),
+    ClientFull: (429, "too_many_requests"),
+    Stopping: (503, "shutting_down"),
+}
+"""Statuses and codes of errors after which a client may ask again."""
 
 ANTHROPIC_PATH = "/v1/messages"
 """Beginning of the paths on which errors have Anthropic's form."""
@@ -113,18 +121,16 @@ def fields_named(names: FieldNames) -> Iterator[None]:
 
 def as_http_error(error: SpecDecError, param: str | None = None) -> HTTPError:
     """The HTTP error for one of specdec's own errors."""
-    message = f"{error.message} ({error.hint})" if error.hint else error.message
-    if isinstance(error, QueueFull):
-        return HTTPError(503, message, code="queue_full")
-    if isinstance(error, FormsBusy):
-        return HTTPError(503, message, param=param, code="forms_busy")
-    if isinstance(error, ClientFull):
-        return HTTPError(429, message, code="too_many_requests")
-    if isinstance(error, Stopping):
-        return HTTPError(503, message, code="shutting_down")
     if isinstance(error, StepFailed):
-        return HTTPError(500, "the server failed to answer; its log says why", code="internal_error")
-    return HTTPError(400, message, param=param, code=_CODES.get(error.code or ""))
+        return internal_error()
+    message = f"{error.message} ({error.hint})" if error.hint else error.message
+    status, code = _BUSY.get(type(error), (400, _CODES.get(error.code or "")))
+    return HTTPError(status, message, param=param, code=code)
+
+
+def internal_error() -> HTTPError:
+    """The error for a failure of the server's own, which is told in its log alone."""
+    return HTTPError(500, "the server failed to answer; its log says why", code="internal_error")
 
 
 def of_validation(error: ValidationError, body: dict[str, Any]) -> HTTPError:

@@ -2,8 +2,9 @@
 
 import base64
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -16,34 +17,11 @@ from prometheus_client.registry import Collector
 from pydantic.json_schema import models_json_schema
 
 from commands.serve.http.errors import ANTHROPIC_PATH
-from commands.serve.protocol.answers import (
-    ChatAnswer,
-    CompletionAnswer,
-    MessageAnswer,
-    ModelAnswer,
-    ModelsAnswer,
-    ResponseAnswer,
-)
-from commands.serve.protocol.schema import (
-    AddCorpusRequest,
-    ChatRequest,
-    CompletionRequest,
-    CountRequest,
-    DetokenizeRequest,
-    MessagesRequest,
-    RemoveCorpusRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-)
+from commands.serve.protocol import answers as answer_models
+from commands.serve.protocol import schema as body_models
 from runtime.core.scopes import KINDS
 from runtime.loop.serving import RequestHandle, ServingLoop
 
-_BODIES = (
-    CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, TokenizeRequest, DetokenizeRequest,
-    AddCorpusRequest, RemoveCorpusRequest,
-)  # fmt: skip
-_ANSWERS = (CompletionAnswer, ChatAnswer, ResponseAnswer, MessageAnswer, ModelsAnswer, ModelAnswer)
-_MODELS: list[tuple[type[Any], Any]] = [(model, "validation") for model in (*_BODIES, *_ANSWERS)]
 _STATUSES = {
     400: "the request is invalid or too long",
     401: "no key, or a wrong one",
@@ -83,39 +61,44 @@ _ANTHROPIC_ERROR = {
 }
 
 
-def _anthropic_content() -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": "#/components/schemas/AnthropicError"}}}
-
-
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """OpenAPI description of the error responses with these statuses."""
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {status: {"description": _STATUSES[status], "content": content} for status in statuses}
+    return {status: {"description": _STATUSES[status], "content": _json_of("Error")} for status in statuses}
 
 
 def answers(model: type[Any]) -> dict[int | str, dict[str, Any]]:
     """OpenAPI description of the response of a route that generates: a document, or a stream of events."""
-    whole = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
-    content = {"application/json": whole, "text/event-stream": {"schema": _TEXT}}
+    content = _json_of(model.__name__) | {"text/event-stream": {"schema": _TEXT}}
     return {200: {"description": "the answer, whole or in a stream", "content": content}}
+
+
+def body_of(model: type[Any]) -> dict[str, Any]:
+    """OpenAPI description of a body that the route parses by hand."""
+    return {"requestBody": {"required": True, "content": _json_of(model.__name__)}}
+
+
+def _json_of(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
     """FastAPI's OpenAPI document, with the parts added that FastAPI does not know."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    described = models_json_schema(_MODELS, ref_template="#/components/schemas/{model}")[1]
-    key = {"type": "http", "scheme": "bearer"}
-    own = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
-    schema["components"] = {"schemas": described["$defs"] | own, "securitySchemes": {"key": key}}
     for path, methods in schema["paths"].items():
-        for operation in methods.values() if path.startswith(ANTHROPIC_PATH) else ():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)  # FastAPI's own form of errors, which is never sent
+            # A server without a key asks for none.
+            operation["security"] = [{}, {"key": []}] if "401" in operation["responses"] else []
             for status, response in operation["responses"].items():
-                if int(status) >= 400:
-                    response["content"] = _anthropic_content()
-    for operation in (operation for methods in schema["paths"].values() for operation in methods.values()):
-        operation["responses"].pop("422", None)  # FastAPI's own form of errors, which is never sent
-        # A server without a key asks for none.
-        operation["security"] = [{}, {"key": []}] if "401" in operation["responses"] else []
+                if path.startswith(ANTHROPIC_PATH) and int(status) >= 400:
+                    response["content"] = _json_of("AnthropicError")
+    own = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    named = sorted(set(re.findall(r"#/components/schemas/(\w+)", json.dumps(schema["paths"]))) - own.keys())
+    found = [getattr(answer_models, name, None) or getattr(body_models, name) for name in named]
+    models: list[tuple[type[Any], Any]] = [(model, "validation") for model in found]
+    described = models_json_schema(models, ref_template="#/components/schemas/{model}")[1]
+    key = {"type": "http", "scheme": "bearer"}
+    schema["components"] = {"schemas": described["$defs"] | own, "securitySchemes": {"key": key}}
     return schema
 
 
@@ -154,7 +137,7 @@ _CLIENT_CLASSES = ("idle", "few", "many")
 
 
 def _client_class(num_before: int, max_batch_size: int) -> str:
-    """Class of a client by its number of running or waiting sequences: none, fewer than run at once, or more."""
+    """Class of a client by its number of running or waiting sequences: none, fewer than run at once, or as many."""
     return "idle" if num_before == 0 else "few" if num_before < max_batch_size else "many"
 
 
@@ -199,11 +182,6 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
 
-def _full(name: str) -> str:
-    """The full name of a metric: vLLM's, unless the name has a prefix of its own."""
-    return name if ":" in name else f"vllm:{name}"
-
-
 class _LoopCollector(Collector):
     def __init__(self, loop: ServingLoop, model_name: str) -> None:
         self._loop, self._model_name = loop, model_name
@@ -211,60 +189,57 @@ class _LoopCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         loop, totals = self._loop, self._loop.totals
         gauges = (
-            ("num_requests_running", "Sequences in the running batch.", loop.num_running),
-            ("num_requests_waiting", "Sequences that wait to join it.", loop.num_waiting),
+            ("vllm:num_requests_running", "Sequences in the running batch.", loop.num_running),
+            ("vllm:num_requests_waiting", "Sequences that wait to join it.", loop.num_waiting),
             ("specdec:num_clients", "Clients with sequences on their way.", loop.num_clients),
-            ("kv_cache_usage_perc", "Share of the K/V cache that sequences hold, 1 is all.", loop.engine.cache_usage),
-            ("gpu_cache_usage_perc", "The same by its former name.", loop.engine.cache_usage),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Share of the K/V cache that sequences hold, 1 is all.",
+                loop.engine.cache_usage,
+            ),
+            ("vllm:gpu_cache_usage_perc", "The same by its former name.", loop.engine.cache_usage),
         )
         for name, help_text, value in gauges:
-            yield self._filled(GaugeMetricFamily(_full(name), help_text, labels=["model_name"]), [((), value)])
+            yield self._filled(GaugeMetricFamily(name, help_text, labels=["model_name"]), {(): value})
         prompts = loop.engine.prompt_tokens
         counters = (
-            ("prompt_tokens", "Prompt tokens of requests that got their first token.", totals.num_prompt_tokens),
-            ("generation_tokens", "Generated tokens.", totals.num_generated_tokens),
+            ("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.", totals.num_prompt_tokens),
+            ("vllm:generation_tokens", "Generated tokens.", totals.num_generated_tokens),
             ("specdec:prompt_tokens_in_memory", "Prompt tokens found in the K/V cache.", prompts.num_in_memory),
             ("specdec:prompt_tokens_on_disk", "Prompt tokens found in K/V on disk.", prompts.num_on_disk),
             ("specdec:prompt_tokens_computed", "Prompt tokens found in neither.", prompts.num_computed),
-            ("num_preemptions", "How often a sequence gave its K/V blocks back for others.", loop.num_preemptions),
+            ("vllm:num_preemptions", "How often a sequence gave its K/V blocks back for others.", loop.num_preemptions),
             ("specdec:num_turns", "How often a running sequence made room for another one's turn.", loop.num_turns),
-            ("spec_decode_num_drafts", "Steps with a draft.", totals.num_drafts),
-            ("spec_decode_num_draft_tokens", "Drafted tokens.", totals.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", totals.num_accepted_tokens),
+            ("vllm:spec_decode_num_drafts", "Steps with a draft.", totals.num_drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", totals.num_draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", totals.num_accepted_tokens),
         )
         for name, help_text, value in counters:
-            yield self._filled(CounterMetricFamily(_full(name), help_text, labels=["model_name"]), [((), value)])
-        yield self._by_label(
-            "spec_decode_num_accepted_tokens_per_pos",
+            yield self._filled(CounterMetricFamily(name, help_text, labels=["model_name"]), {(): value})
+        per_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafted tokens that were kept, by their place in the draft.",
-            "position",
-            [(str(i), count) for i, count in enumerate(list(totals.num_accepted_per_position))],
+            labels=["model_name", "position"],
         )
+        yield self._filled(per_position, {(str(i),): n for i, n in enumerate(list(totals.num_accepted_per_position))})
         if (pools := loop.owner_pools) is not None:
+            what = "Pools of earlier outputs, by what their requests have in common."
             of_kinds = (
-                (
-                    "specdec:num_pools",
-                    "Pools of earlier outputs, by what their requests have in common.",
-                    pools.num_pools,
-                ),
+                ("specdec:num_pools", what, pools.num_pools),
                 ("specdec:num_pool_tokens", "Tokens in these pools.", pools.num_tokens),
             )
             for name, help_text, counts in of_kinds:
                 gauge = GaugeMetricFamily(name, help_text, labels=["model_name", "scope"])
-                yield self._filled(gauge, [((kind,), counts[kind]) for kind in KINDS])
-        yield self._by_label(
-            "request_success", "Sequences that ended.", "finished_reason", list(totals.num_finished.items())
+                yield self._filled(gauge, {(kind,): counts[kind] for kind in KINDS})
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Sequences that ended.", labels=["model_name", "finished_reason"]
         )
-
-    def _by_label(self, name: str, help_text: str, label: str, values: list[tuple[str, int]]) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name", label])
-        return self._filled(family, [((key,), value) for key, value in values])
+        yield self._filled(ended, {(reason,): n for reason, n in list(totals.num_finished.items())})
 
     def _filled(
-        self,
-        family: GaugeMetricFamily | CounterMetricFamily,
-        values: Iterable[tuple[tuple[str, ...], float]],
+        self, family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[tuple[str, ...], float]
     ) -> Metric:
-        for labels, value in values:
+        """The metric with these values, by their labels after the model's name."""
+        for labels, value in values.items():
             family.add_metric([self._model_name, *labels], value)
         return family

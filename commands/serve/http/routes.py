@@ -1,5 +1,5 @@
-"""The server's routes: a request's body is read, the loop answers it, and the answer is written as OpenAI's clients
-read it.
+"""The server's routes: a request's body is read, the loop answers it, and the answer is written in the client's
+protocol.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect
 from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.http.bodies import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
 from commands.serve.http.clients import client_of, corpus_owners, salted
-from commands.serve.http.errors import FieldNames, HTTPError, fields_named
-from commands.serve.http.openapi import ServerMetrics, answers, errors, openapi_schema, page_response
+from commands.serve.http.errors import FieldNames, HTTPError, fields_named, internal_error
+from commands.serve.http.openapi import ServerMetrics, answers, body_of, errors, openapi_schema, page_response
 from commands.serve.http.other_routes import what_is_there
 from commands.serve.http.request_log import note_answers, note_error, note_model
 from commands.serve.protocol.answers import (
@@ -45,6 +45,7 @@ from commands.serve.protocol.schema import (
     CountRequest,
     DetokenizeRequest,
     Generation,
+    Lenient,
     MessagesRequest,
     RemoveCorpusRequest,
     ResponsesRequest,
@@ -62,8 +63,9 @@ _MAX_BODY_BYTES = 4 << 20
 _READ_TIMEOUT_S = 30
 
 T = TypeVar("T")
-G = TypeVar("G", bound=Generation)
-L = TypeVar("L", ResponsesRequest, MessagesRequest)
+B = TypeVar("B", bound=Lenient)
+A = TypeVar("A", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
+G = TypeVar("G", CompletionRequest, ChatRequest)
 
 
 @dataclass(frozen=True)
@@ -78,66 +80,45 @@ class Server:
     worker: ThreadPoolExecutor
     writer: ThreadPoolExecutor
 
-    async def aside(self, function: Callable[[], T]) -> T:
-        """Parse and tokenize in a thread beside the event loop, one body at a time."""
+    async def read(self, request: Request, model: type[B], work: Callable[[B], T]) -> T:
+        """Read a request's body; parse it, and work on it, in a thread beside the event loop, one body at a time."""
+        raw = await _read_body(request)
 
-        def work() -> T:
+        def parse_and_work() -> T:
             with self.served.turn:
-                return function()
+                return work(parse_body(raw, model))
 
-        return await asyncio.get_running_loop().run_in_executor(self.worker, work)
-
-    def waiting(self, receive: Any) -> Waiting:
-        return Waiting(self.served.loop, receive, self.request_timeout_s, self.writer)
+        return await asyncio.get_running_loop().run_in_executor(self.worker, parse_and_work)
 
     async def ask(
-        self, request: Request, model: type[G], ask: Callable[[ServedModel, G], list[ServeRequest]]
-    ) -> tuple[G, Group]:
-        """Parse the body and submit its requests; returns both."""
-        raw = await _read_body(request)
+        self,
+        request: Request,
+        model: type[A],
+        ask: Callable[[ServedModel, G], list[ServeRequest]],
+        translate: Callable[[A], G],
+    ) -> tuple[A, G, Group]:
+        """Parse the body, translate it to a completion or chat request, and submit the requests that `ask` makes of it;
+        returns body, translation and answers.
+        """
 
-        def prepare() -> tuple[G, list[ServeRequest], FieldNames]:
-            body = parse_body(raw, model)
-            body._corpus_owners = corpus_owners(request.scope, body.cache_salt)
-            self._check_name(request, body.model)
-            names = FieldNames(body.field_names)
-            with fields_named(names):
-                return body, ask(self.served, body), names
-
-        body, asked, names = await self.aside(prepare)
-        return body, self._submit(request, body, asked, names)
-
-    async def ask_as_chat(
-        self, request: Request, model: type[L], translate: Callable[[L], ChatRequest]
-    ) -> tuple[L, ChatRequest, Group]:
-        """`ask` for another protocol: returns the body and the equivalent chat request too."""
-        raw = await _read_body(request)
-
-        def prepare() -> tuple[L, ChatRequest, list[ServeRequest], FieldNames]:
-            body = parse_body(raw, model)
-            self._check_name(request, getattr(body, "model", None))
+        def prepare(body: A) -> tuple[A, G, list[ServeRequest], FieldNames]:
+            note_model(request.scope, body.model or self.served.name)
+            self.served.check_name(body.model)
             with fields_named(FieldNames({}, body.CHAT_FIELDS)):
-                chat = translate(body)
-            chat._corpus_owners = corpus_owners(request.scope, chat.cache_salt)
-            names = FieldNames(chat.field_names, body.CHAT_FIELDS)
+                generation = translate(body)
+            generation._corpus_owners = corpus_owners(request.scope, generation.cache_salt)
+            names = FieldNames(generation.field_names, body.CHAT_FIELDS)
             with fields_named(names):
-                return body, chat, ask_chat(self.served, chat), names
+                return body, generation, ask(self.served, generation), names
 
-        body, chat, asked, names = await self.aside(prepare)
-        return body, chat, self._submit(request, chat, asked, names)
-
-    def _check_name(self, request: Request, name: str | None) -> None:
-        note_model(request.scope, name or self.served.name)
-        self.served.check_name(name)
-
-    def _submit(self, request: Request, body: Generation, asked: list[ServeRequest], names: FieldNames) -> Group:
-        asked = salted(asked, request.scope, body.cache_salt)
-        group = submit(self.served.loop, asked, client_of(request.scope, body.user), names)
-        note_answers(request.scope, group.answers, body.n or 1)
-        return group
+        body, generation, asked, names = await self.read(request, model, prepare)
+        asked = salted(asked, request.scope, generation.cache_salt)
+        group = submit(self.served.loop, asked, client_of(request.scope, generation.user), names)
+        note_answers(request.scope, group.answers, generation.n or 1)
+        return body, generation, group
 
     async def reply(self, request: Request, body: Generation, group: Group, reply: Any) -> Response:
-        waiting = self.waiting(request.receive)
+        waiting = Waiting(self.served.loop, request.receive, self.request_timeout_s, self.writer)
         if body.stream:
             return EventStream(group, reply.streams(), reply.chunks(), waiting, is_long=body.tells_of_tokens)
         await whole(group, waiting)
@@ -145,7 +126,7 @@ class Server:
 
 
 def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, version: str) -> FastAPI:
-    """The application. Its lifespan is the loop's."""
+    """The application. The loop starts and ends with it."""
     metrics = ServerMetrics(served.loop, served.name)
     clock.on_progress.append(metrics.observe)
     worker = ThreadPoolExecutor(2 * MOST_COMPILING, "specdec-requests")
@@ -171,7 +152,7 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
     app.include_router(_model_routes(server, version))
     app.include_router(_token_routes(server))
     app.include_router(_corpus_routes(server))
-    app.add_exception_handler(HTTPError, _on_http_error)
+    app.add_exception_handler(HTTPError, _on_error)
     app.add_exception_handler(SpecDecError, _on_error)
     app.add_exception_handler(HTTPException, _on_routing_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
@@ -181,21 +162,24 @@ def make_app(served: ServedModel, clock: Clock, request_timeout_s: float, versio
     return app
 
 
+def _as_it_is(body: G) -> G:
+    return body
+
+
 def _generation_routes(server: Server) -> APIRouter:
     router = APIRouter(responses=_REFUSED)
 
     @router.post("/v1/completions", **_answered(CompletionRequest, CompletionAnswer))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
-        body, group = await server.ask(request, CompletionRequest, ask_completion)
-        return await server.reply(
-            request, body, group, CompletionReply(server.served, body, group.answers, server.texts)
-        )
+        _, body, group = await server.ask(request, CompletionRequest, ask_completion, _as_it_is)
+        writer = CompletionReply(server.served, body, group.answers, server.texts)
+        return await server.reply(request, body, group, writer)
 
     @router.post("/v1/chat/completions", **_answered(ChatRequest, ChatAnswer))
     async def chat_completions(request: Request) -> Response:
         """Generate the assistant's next message."""
-        body, group = await server.ask(request, ChatRequest, ask_chat)
+        _, body, group = await server.ask(request, ChatRequest, ask_chat, _as_it_is)
         return await server.reply(request, body, group, ChatReply(server.served, body, group.answers, server.texts))
 
     @router.post("/v1/embeddings", include_in_schema=False)
@@ -221,7 +205,7 @@ def _responses_routes(server: Server) -> APIRouter:
         def keep(document: dict[str, Any], said: list[dict[str, Any]]) -> None:
             store.add(document, [*before, *said])
 
-        body, chat, group = await server.ask_as_chat(request, ResponsesRequest, translate)
+        body, chat, group = await server.ask(request, ResponsesRequest, ask_chat, translate)
         return await server.reply(request, chat, group, ResponsesReply(server.served, body, chat, group.answers, keep))
 
     @router.get("/v1/responses/{response_id}", responses=errors(404), response_model=ResponseAnswer)
@@ -245,21 +229,19 @@ def _messages_routes(server: Server) -> APIRouter:
     async def messages(request: Request) -> Response:
         """Generate the next message of Anthropic's Messages."""
         translate = partial(chat_of_messages, server.served)
-        body, chat, group = await server.ask_as_chat(request, MessagesRequest, translate)
+        body, chat, group = await server.ask(request, MessagesRequest, ask_chat, translate)
         return await server.reply(request, chat, group, MessagesReply(server.served, body, chat, group.answers))
 
     @router.post("/v1/messages/count_tokens", **_body(CountRequest))
     async def count_tokens(request: Request) -> dict[str, int]:
         """The number of tokens of a conversation."""
-        raw = await _read_body(request)
 
-        def work() -> dict[str, int]:
-            body = parse_body(raw, CountRequest)
+        def work(body: CountRequest) -> dict[str, int]:
             server.served.check_name(body.model)
             with fields_named(FieldNames({}, body.CHAT_FIELDS)):
                 return {"input_tokens": len(chat_tokens(server.served, chat_of_messages(server.served, body)))}
 
-        return await server.aside(work)
+        return await server.read(request, CountRequest, work)
 
     return router
 
@@ -337,32 +319,28 @@ def _token_routes(server: Server) -> APIRouter:
     @router.post("/tokenize", **_body(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
-        raw = await _read_body(request)
 
-        def work() -> dict[str, Any]:
-            body = parse_body(raw, TokenizeRequest)
+        def work(body: TokenizeRequest) -> dict[str, Any]:
             served.check_name(body.model)
             tokens = _tokens_of(served, body)
             found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
             strings = [server.texts.text_of(token) for token in tokens] if body.return_token_strs else None
             return found | {"token_strs": strings}
 
-        return await server.aside(work)
+        return await server.read(request, TokenizeRequest, work)
 
     @router.post("/detokenize", **_body(DetokenizeRequest))
     async def detokenize(request: Request) -> dict[str, str]:
         """The text of tokens, special tokens included."""
-        raw = await _read_body(request)
 
-        def work() -> dict[str, str]:
-            body = parse_body(raw, DetokenizeRequest)
+        def work(body: DetokenizeRequest) -> dict[str, str]:
             served.check_name(body.model)
             _check_tokens(served, body.tokens)
             tokenizer = served.tokenizer
             text = tokenizer.decode(body.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             return {"prompt": str(text)}
 
-        return await server.aside(work)
+        return await server.read(request, DetokenizeRequest, work)
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -381,10 +359,8 @@ def _corpus_routes(server: Server) -> APIRouter:
     @router.post("/add_external_corpus", **_body(AddCorpusRequest))
     async def add_external_corpus(request: Request) -> dict[str, Any]:
         """Add texts in which drafts for the client's requests are looked up."""
-        raw = await _read_body(request)
 
-        def work() -> dict[str, Any]:
-            body = parse_body(raw, AddCorpusRequest)
+        def work(body: AddCorpusRequest) -> dict[str, Any]:
             if body.file_path is not None:
                 what = "requests name no files: send `documents`, or start the server with `--corpus NAME=FILE`"
                 raise HTTPError(400, what, param="file_path", code="unsupported")
@@ -396,7 +372,7 @@ def _corpus_routes(server: Server) -> APIRouter:
                 name, num_tokens = served.corpora.add(owners, body.corpus_id, documents)
             return {"success": True, "corpus_id": name, "message": "", "loaded_token_count": num_tokens}
 
-        return await server.aside(work)
+        return await server.read(request, AddCorpusRequest, work)
 
     @router.post("/remove_external_corpus", **_body(RemoveCorpusRequest))
     async def remove_external_corpus(request: Request) -> dict[str, Any]:
@@ -458,27 +434,20 @@ def _too_long() -> HTTPError:
 
 
 def _answered(model: type[Any], answer: type[Any]) -> dict[str, Any]:
-    """The model's class with the keys that a generated answer adds."""
+    """OpenAPI description of a route that generates: its body and its answer."""
     described = _body(model)
     return described | {"responses": described["responses"] | errors(429, 500, 503, 504) | answers(answer)}
 
 
 def _body(model: type[Any]) -> dict[str, Any]:
-    """OpenAPI description of a body that is parsed by hand."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {
-        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
-        "responses": errors(400, 404, 408, 413),
-    }
-
-
-async def _on_http_error(request: Request, error: Any) -> Response:
-    note_error(request.scope, error.code)
-    return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
+    """OpenAPI description of a route whose body is parsed by hand."""
+    return {"openapi_extra": body_of(model), "responses": errors(400, 404, 408, 413)}
 
 
 async def _on_error(request: Request, error: Any) -> Response:
-    return await _on_http_error(request, FieldNames().told(error))
+    told = FieldNames().told(error)
+    note_error(request.scope, told.code)
+    return JSONResponse(told.body_at(request.url.path), told.status, told.headers)
 
 
 async def _on_client_gone(request: Request, error: Any) -> Response:
@@ -497,5 +466,4 @@ async def _on_routing_error(request: Request, error: Any) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    failure = HTTPError(500, "the server failed to answer; its log says why", code="internal_error")
-    return JSONResponse(failure.body_at(request.url.path), 500)
+    return JSONResponse(internal_error().body_at(request.url.path), 500)

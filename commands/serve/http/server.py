@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,6 +25,7 @@ from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from commands.output.output import stderr
+from commands.serve.flags import ServerOptions
 from commands.serve.http.bodies import Group, unfinished_groups
 from commands.serve.http.errors import HTTPError, as_http_error
 from commands.serve.http.framing import StrictConnection
@@ -71,11 +71,13 @@ class BoundedProtocol(H11Protocol):
         self._is_refused = True
         self.transport = transport
         BoundedProtocol.num_refused += 1
-        transport.write(_refusal())
+        message = f"more than {MAX_CONNECTIONS} connections are open"
+        transport.write(_response(HTTPError(503, message, code="too_many_connections")))
         if BoundedProtocol.num_refused > _MAX_REFUSED:  # or the process would have no files left
             transport.close()
         else:
-            # Not closed yet: if what the client sends came after that, it would lose what was said.
+            # Not closed yet: if the client sends more after that, the system resets the connection, and the client may
+            # lose the answer.
             self.loop.call_later(_REFUSED_S, transport.close)
 
     def send_400_response(self, msg: str) -> None:
@@ -133,21 +135,16 @@ class _Deadline:
             self._timer = self._protocol.loop.call_later(seconds, self._abort)
 
     def stop(self) -> None:
-        # Or it would keep all that belongs to the connection until its time has come.
+        # A timer that is not cancelled keeps the connection's objects in memory until it fires.
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _abort(self) -> None:
-        # Not closed, and reset: what the client has not read would be kept until it reads it, by the kernel too.
+        # Reset, not closed: the kernel would keep the unread bytes of a closed connection until the client reads them.
         transport = self._protocol.transport
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
-
-
-def _refusal() -> bytes:
-    message = f"more than {MAX_CONNECTIONS} connections are open"
-    return _response(HTTPError(503, message, code="too_many_connections"))
 
 
 def _response(error: HTTPError) -> bytes:
@@ -304,21 +301,8 @@ class _EndTold:
             raise
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """The files with which the server speaks HTTPS: its certificate and the private key."""
-
-    certificate: Path
-    key: Path | None
-
-
 def serve(
-    app: Any,
-    loop: ServingLoop,
-    bound: socket.socket,
-    shutdown_timeout_s: float,
-    on_ready: Callable[[], None],
-    certificate: Certificate | None = None,
+    app: Any, loop: ServingLoop, bound: socket.socket, options: ServerOptions, on_ready: Callable[[], None]
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; after a second signal, running requests are ended. `on_ready` is called when
     connections are accepted. SpecDecError when the engine has ended.
@@ -335,12 +319,12 @@ def serve(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_SENDING_S,
         server_header=False,
-        ssl_certfile=None if certificate is None else certificate.certificate,
-        ssl_keyfile=None if certificate is None else certificate.key,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
     )
-    server = _Server(config, loop, shutdown_timeout_s, on_ready)
+    server = _Server(config, loop, options.shutdown_timeout, on_ready)
     server.run(sockets=[bound])
-    for signal_number in (signal.SIGINT, signal.SIGTERM):  # the server has ended, and more of them change nothing
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # the server has ended, and further signals change nothing
         signal.signal(signal_number, signal.SIG_IGN)
     if loop.failure is not None:
         raise loop.failure
@@ -348,11 +332,11 @@ def serve(
 
 @contextmanager
 def errors_logged() -> Iterator[None]:
-    """Log errors on stderr, with their tracebacks' last location."""
+    """Within the block, log the errors of routes, of the loop and of uvicorn on stderr, with their tracebacks."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     handler.addFilter(_is_no_cancelling)
-    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "runtime.serving", "commands.serve")]
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "runtime.loop", "commands.serve")]
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.WARNING)

@@ -22,7 +22,8 @@ class ReadsBodies:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope.get("headers", ()))
-        is_sent = scope["type"] != "http" or not _has_body(headers) or b"expect" in headers  # it waits to be asked
+        # A client that sends `Expect: 100-continue` waits to be asked for its body.
+        is_sent = scope["type"] != "http" or not _has_body(headers) or b"expect" in headers
 
         async def note_and_receive() -> Any:
             nonlocal is_sent

@@ -1,6 +1,4 @@
-"""Anthropic's Messages, as Claude Code uses them: bodies become chat requests, and answers are written in their
-form.
-"""
+"""Anthropic's Messages, as Claude Code uses them: bodies become chat requests, and answers are written as messages."""
 
 import json
 import uuid
@@ -52,22 +50,16 @@ def chat_of_messages(served: ServedModel, body: CountRequest) -> ChatRequest:
     if isinstance(body, MessagesRequest):
         in_chat = names_in("chat")
         named = {in_chat[name]: in_body for name, in_body in names_in("messages").items() if name not in _FORMS}
-        chat |= body.model_dump(by_alias=True, exclude_unset=True, include=set(Forms.model_fields))
+        chat |= {name: getattr(body, name) for name in Forms.model_fields}
         config = body.output_config or OutputConfig()
         if (form := config.format or body.output_format) is not None:
             chat["response_format"] = form.document
         if config.effort is not None and has_effort(served.template_text):
             chat["reasoning_effort"] = config.effort
-        chat |= {name: getattr(body, in_body) for name, in_body in named.items()} | {
-            "stop": body.stop_sequences or None
-        }
+        chat |= {name: getattr(body, in_body) for name, in_body in named.items()}
         chat |= _budget(served, body)
-        chat |= {"stream": body.stream, "priority": body.priority, "cache_salt": body.cache_salt}
-        chat["user"] = None if body.metadata is None else body.metadata.user_id
-        speculative: Any = body.speculative
-        chat["speculative"] = (
-            speculative.model_dump(exclude_unset=True) if hasattr(speculative, "model_dump") else speculative
-        )
+        chat |= {name: getattr(body, name) for name in ("stream", "priority", "cache_salt", "speculative")}
+        chat |= {"stop": body.stop_sequences or None, "user": body.metadata and body.metadata.user_id}
     asked = validate_chat(chat)
     asked._takes_what_fits = True
     return asked
@@ -93,13 +85,10 @@ def _system(body: CountRequest) -> str:
 
 def _tools(body: CountRequest) -> list[dict[str, Any]] | None:
     """Tools that the client runs. Tools of Anthropic's servers, which have another type, are left out."""
+    keys = {"name": "name", "description": "description", "parameters": "input_schema", "strict": "strict"}
     own = [tool for tool in body.tools or () if tool.get("type") in (None, "custom")]
-    tools = []
-    for tool in own:
-        function = {"name": tool.get("name"), "description": tool.get("description")}
-        function |= {"parameters": tool.get("input_schema"), "strict": tool.get("strict")}
-        tools.append({"type": "function", "function": {key: one for key, one in function.items() if one is not None}})
-    return tools or None
+    functions = [{key: tool[name] for key, name in keys.items() if tool.get(name) is not None} for tool in own]
+    return [{"type": "function", "function": function} for function in functions] or None
 
 
 def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
@@ -121,7 +110,7 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
 
 
 def _joined(texts: Iterable[str]) -> str:
-    """Join the text blocks of a message: a client may add blocks of its own to the user's text."""
+    """Join texts of a message by empty lines: a client may add blocks of its own to the user's text."""
     return "\n\n".join(text for text in texts if text)
 
 
@@ -130,11 +119,8 @@ def _gave(block: AnthropicBlock) -> dict[str, Any]:
 
 
 def _call(block: AnthropicBlock) -> dict[str, Any]:
-    return {
-        "id": block.id,
-        "type": "function",
-        "function": {"name": block.name, "arguments": json.dumps(block.input or {})},
-    }
+    function = {"name": block.name, "arguments": json.dumps(block.input or {})}
+    return {"id": block.id, "type": "function", "function": function}
 
 
 class MessagesReply:
@@ -172,22 +158,20 @@ class MessagesReply:
         for kind, text in piece.said:
             if kind == "call":
                 yield from self._close()
-                number = self._num_calls
+                call = {"id": call_id(self.answers[0], self._num_calls), "name": text, "input": {}}
                 self._num_calls += 1
-                yield from self._open(
-                    {"type": "tool_use", "id": call_id(self.answers[0], number), "name": text, "input": {}}
-                )
+                yield from self._open({"type": "tool_use", **call})
             elif kind == "arguments":
                 self._arguments += text
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
             else:
-                block_type, key = ("text", "text") if kind == "content" else ("thinking", "thinking")
+                block_type = "text" if kind == "content" else "thinking"  # and the key of its text
                 if not self._is_open or self._blocks[-1]["type"] != block_type:
                     yield from self._close()
                     signature = {"signature": ""} if block_type == "thinking" else {}
-                    yield from self._open({"type": block_type, key: "", **signature})
-                self._blocks[-1][key] += text
-                yield self._delta({"type": f"{block_type}_delta", key: text})
+                    yield from self._open({"type": block_type, block_type: "", **signature})
+                self._blocks[-1][block_type] += text
+                yield self._delta({"type": f"{block_type}_delta", block_type: text})
         if piece.is_last:
             if not self._blocks:
                 yield from self._open({"type": "text", "text": ""})
@@ -250,8 +234,8 @@ class MessagesReply:
 
 
 def _input(arguments: str) -> Any:
-    """A call's arguments as an object. If the answer was cut off in them, the part that came, which is how clients read
-    the stream.
+    """A call's arguments as an object. If the answer was cut off in the arguments, the object has the part that came:
+    clients of the stream have the same.
     """
     try:
         found = from_json(arguments or "{}", allow_partial=True)

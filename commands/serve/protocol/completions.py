@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from commands.serve.protocol.conversations import reader_of
@@ -20,7 +21,7 @@ from commands.serve.protocol.replies import (
     receipt_key,
     usage,
 )
-from commands.serve.protocol.schema import ChatRequest, CompletionRequest
+from commands.serve.protocol.schema import ChatRequest, CompletionRequest, StreamOptions
 from commands.serve.served import ServedModel
 from runtime.loop.serving import RequestHandle
 from runtime.text.parser import Said
@@ -41,11 +42,11 @@ class CompletionReply:
     ) -> None:
         self.answers, self.receipt_name = answers, receipt_name
         self._served, self._body, self._texts = served, body, texts
+        self._stream_options = body.stream_options or StreamOptions()
         self._num_prompts = len(answers) // (body.n or 1)
         self._shows_output = body.max_tokens != 0
         self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self._echoed: dict[int, str] = {}
-        self._has_echoed: set[int] = set()
         self._has_begun: set[int] = set()
 
     def streams(self) -> list[PieceStream]:
@@ -64,10 +65,7 @@ class CompletionReply:
                 choice["text"] = echoed["text"] + choice["text"]
                 if (before := echoed["logprobs"]) is not None:
                     choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
-        return self._envelope(choices) | {
-            "usage": self._usage(),
-            "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len),
-        }
+        return self._envelope(choices) | self._counts()
 
     def chunks(self) -> Chunks:
         return Chunks(self._first, self._of_piece, self._last)
@@ -79,16 +77,13 @@ class CompletionReply:
         yield from ()
 
     def _of_piece(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        if self._body.echo and index not in self._has_echoed:
-            self._has_echoed.add(index)
-            yield self._envelope([self._echo_choice(index)])
-        prompt_ids = {} if index in self._has_begun else self._prompt_ids(index)
+        is_first = index not in self._has_begun
         self._has_begun.add(index)
+        if is_first and self._body.echo:
+            yield self._envelope([self._echo_choice(index)])
+        prompt_ids = self._prompt_ids(index) if is_first else {}
         chunk = self._envelope([self._choice(index, piece) | prompt_ids])
-        options = self._body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = self._usage()
-        yield chunk
+        yield chunk | ({"usage": self._usage()} if self._stream_options.continuous_usage_stats else {})
 
     def _echo_choice(self, index: int) -> dict[str, Any]:
         answer = self.answers[index]
@@ -96,12 +91,11 @@ class CompletionReply:
         return {"index": index, "text": self._echo(index), "logprobs": logprobs, "finish_reason": None}
 
     def _last(self) -> Iterator[dict[str, Any]]:
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield self._envelope([]) | {
-                "usage": self._usage(),
-                "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len),
-            }
+        if self._stream_options.include_usage:
+            yield self._envelope([]) | self._counts()
+
+    def _counts(self) -> dict[str, Any]:
+        return {"usage": self._usage(), "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len)}
 
     def _usage(self) -> dict[str, Any]:
         return usage(self.answers, self._num_prompts, counts_output=self._shows_output)
@@ -142,7 +136,7 @@ class CompletionReply:
         return self._texts.completion_logprobs([None, *answer.sequence.prompt_logprobs], tokens, starts)
 
     def _echo(self, index: int) -> str:
-        """The prompt's text, if the request asks for an echo; once for each choice."""
+        """The prompt's text for a choice; empty unless the request asks for an echo."""
         number = index * self._num_prompts // len(self.answers)
         if number not in self._echoed:
             tokens = self.answers[index].request.prompt_tokens
@@ -180,6 +174,7 @@ class ChatReply:
     ) -> None:
         self.answers, self.receipt_name = answers, receipt_name
         self._served, self._body, self._texts = served, body, texts
+        self._stream_options = body.stream_options or StreamOptions()
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._num_calls = [0] * len(answers)
         self._arguments = [""] * len(answers)
@@ -195,12 +190,7 @@ class ChatReply:
         for index, stream in enumerate(self.streams()):
             if piece := stream.next():
                 choices.append(self._choice(index, piece, "message", self._message(index, piece)))
-        envelope = self._envelope("chat.completion", choices)
-        return (
-            envelope
-            | self._prompt_ids()
-            | {"usage": self._usage(), "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len)}
-        )
+        return self._envelope("chat.completion", choices) | self._prompt_ids() | self._counts()
 
     def _prompt_ids(self) -> dict[str, Any]:
         """The prompt's ids, if the request asks for them; in a stream they are in the first chunk."""
@@ -216,7 +206,7 @@ class ChatReply:
         self._num_thought += piece.num_thought
         for kind, text in piece.said:
             if kind == "call":
-                calls.append(self._call(index, text) | {"function": {"name": text, "arguments": ""}})
+                calls.append(self._call(index, text))
             elif kind == "arguments":
                 calls[-1]["function"]["arguments"] += text
                 self._arguments[index] += text
@@ -231,11 +221,12 @@ class ChatReply:
         return message
 
     def _call(self, index: int, name: str) -> dict[str, Any]:
-        """A new call of an answer, with its number, id and name."""
+        """A new call of an answer, without arguments yet."""
         number = self._num_calls[index]
         self._num_calls[index] += 1
         self._arguments[index] = ""
-        return {"id": call_id(self.answers[index], number), "type": "function"}
+        function = {"name": name, "arguments": ""}
+        return {"id": call_id(self.answers[index], number), "type": "function", "function": function}
 
     def _first(self, index: int) -> Iterator[dict[str, Any]]:
         """First chunk, with the role."""
@@ -247,14 +238,12 @@ class ChatReply:
         self._num_thought += piece.num_thought
         deltas = [delta for said in piece.said if (delta := self._delta(index, said)) is not None]
         # Log-probabilities and kinds of tokens come with the first chunk, the reason of the end with the last.
-        first = piece if len(deltas) < 2 else piece.without_end()
         for i, delta in enumerate(deltas or [{}]):
-            shown = first if i == 0 else piece.only_end(is_last=i == len(deltas) - 1)
+            shown = replace(piece, is_last=piece.is_last and i >= len(deltas) - 1)
+            if i > 0:
+                shown = replace(shown, logprobs=[], tokens=[], token_ids=[])
             chunk = self._chunk([self._choice(index, shown, "delta", delta)])
-            options = self._body.stream_options
-            if options is not None and options.continuous_usage_stats:
-                chunk["usage"] = self._usage()
-            yield chunk
+            yield chunk | ({"usage": self._usage()} if self._stream_options.continuous_usage_stats else {})
 
     def _delta(self, index: int, said: Said) -> dict[str, Any] | None:
         match said.kind:
@@ -264,20 +253,17 @@ class ChatReply:
                 self._reasoning[index] += said.text
                 return None if self._body.include_reasoning is False else {"reasoning_content": said.text}
             case "call":
-                number = self._num_calls[index]
-                call = {"index": number, **self._call(index, said.text)}
-                return {"tool_calls": [call | {"function": {"name": said.text, "arguments": ""}}]}
+                return {"tool_calls": [{"index": self._num_calls[index], **self._call(index, said.text)}]}
             case "arguments":
                 self._arguments[index] += said.text
                 return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": said.text}}]}
 
     def _last(self) -> Iterator[dict[str, Any]]:
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield self._chunk([]) | {
-                "usage": self._usage(),
-                "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len),
-            }
+        if self._stream_options.include_usage:
+            yield self._chunk([]) | self._counts()
+
+    def _counts(self) -> dict[str, Any]:
+        return {"usage": self._usage(), "metrics": metrics(self.answers, self._served.llm.engine.max_draft_len)}
 
     def _usage(self) -> dict[str, Any]:
         counts = usage(self.answers, 1)

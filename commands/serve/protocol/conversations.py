@@ -57,15 +57,13 @@ def chat_tokens(served: ServedModel, body: Conversation) -> list[int]:
         form = served.tool_format
         is_writable = form is not None and isinstance(form.call, JsonCall)
         if not is_writable and not body.callable_tools and not has_calls:
-            inputs = replace(inputs, tools=())  # nothing is lost: none of them may be called
+            inputs = replace(inputs, tools=())  # nothing is lost: no tool may be called
         elif form is None:
-            raise HTTPError(
-                400,
+            what = (
                 "the model's chat template knows no tools: take a model that was trained for them, or start the "
-                "server with `--tool-call-parser`, such as `hermes`",
-                param="tools" if inputs.tools else body.said_in,
-                code="no_tools",
+                "server with `--tool-call-parser`, such as `hermes`"
             )
+            raise HTTPError(400, what, param="tools" if inputs.tools else body.said_in, code="no_tools")
         else:
             try:
                 messages = with_tools_as_text(messages, inputs.tools, form)
@@ -98,12 +96,8 @@ def _inputs(template: str, body: Conversation) -> TemplateInputs:
         raise HTTPError(400, what, param="documents", code="unsupported")
     if body.reasoning_effort is not None:
         if body.reasoning_effort != "none" and not has_effort(template):
-            raise HTTPError(
-                400,
-                "this server does not support `reasoning_effort`: the model's chat template has no use for it",
-                param="reasoning_effort",
-                code="unsupported",
-            )
+            what = "this server does not support `reasoning_effort`: the model's chat template has no use for it"
+            raise HTTPError(400, what, param="reasoning_effort", code="unsupported")
         variables.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
@@ -138,7 +132,7 @@ def _tool_document(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _messages(body: Conversation) -> list[Message]:
-    """Messages in the form that templates expect; HTTPError for calls without results, and results without calls."""
+    """Messages in the form that templates expect; HTTPError for a call without a result, or a result without a call."""
     said: list[Message] = []
     names: dict[str, str] = {}
     unanswered: list[str | None] = []
@@ -192,11 +186,8 @@ def _call_document(call: MessageCall, place: str, field: str) -> dict[str, Any]:
     if arguments and not isinstance(arguments, dict | str):
         what = f"{place}: the arguments of a call of `{call.function.name[:80]}` are no JSON object: {arguments!r:.80}"
         raise HTTPError(400, what, param=field)
-    document: dict[str, Any] = {
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments or {}},
-    }
-    return document if call.id is None else document | {"id": call.id}
+    function = {"name": call.function.name, "arguments": arguments or {}}
+    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 
 
 def _as_template_has_it(template: str, messages: list[Message]) -> list[Message]:
@@ -238,8 +229,8 @@ def _alternating(messages: list[Message]) -> list[Message]:
 
 
 def tools_of(body: Conversation) -> tuple[Tool, ...]:
-    """The functions that may be called; HTTPError for two functions with the same name, or for a `tool_choice` that
-    names no function.
+    """The functions that may be called. HTTPError for two functions with the same name, for a `tool_choice` that names
+    none of the functions, and for `required` without functions.
     """
     tools = [
         Tool(one.function.name, one.function.parameters or {}, bool(one.function.strict)) for one in body.callable_tools
@@ -313,7 +304,9 @@ def is_in_reasoning(served: ServedModel, form: OutputForm, prompt: Seq[int]) -> 
 
 
 def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> CompiledGrammar | None:
-    """Grammar for the answer's calls, or for its JSON after the reasoning; None if nothing is constrained."""
+    """Grammar for the answer's calls, or for its JSON after the reasoning. None if there is nothing to constrain, or if
+    the grammar that the request asks for holds from the first token.
+    """
     tools = tools_of(body)
     form = output_form(served, body)
     in_reasoning = is_in_reasoning(served, form, prompt)
@@ -326,17 +319,13 @@ def form_grammar(served: ServedModel, body: ChatRequest, prompt: Seq[int]) -> Co
     if format_of is None:
         if is_auto and served.response_template is not None:
             return None
-        raise HTTPError(
-            400,
-            "the format in which the model calls tools is not known: start the server with `--tool-call-parser`",
-            param="tools",
-            code="no_tools",
-        )
+        what = "the format in which the model calls tools is not known: start the server with `--tool-call-parser`"
+        raise HTTPError(400, what, param="tools", code="no_tools")
     schema = None
     if is_auto and body.forms:
         (_, kind, value), *_ = body.forms
         if kind != "json_schema":
-            return None  # it is the form of all that the model writes, calls too
+            return None  # the form holds for everything that the model writes, calls too
         schema = json.loads(value) if isinstance(value, str) else value
     calls = Calls(tools, "auto" if is_auto else "required", body.parallel_tool_calls is not False, schema)
     return _compiled_calls(served, calls, format_of, form, in_reasoning=in_reasoning)
@@ -368,9 +357,8 @@ def _check_schema(served: ServedModel, tool: Tool) -> None:
     except FormsBusy as busy:
         raise as_http_error(busy, "tools") from None
     except SpecDecError as error:
-        raise HTTPError(
-            400, f"tools: the parameters of `{tool.name}`: {error.message}", param="tools", code="invalid_value"
-        ) from None
+        what = f"tools: the parameters of `{tool.name}`: {error.message}"
+        raise HTTPError(400, what, param="tools", code="invalid_value") from None
 
 
 def _after_thought(served: ServedModel, body: ChatRequest, form: OutputForm) -> CompiledGrammar | None:
@@ -389,14 +377,16 @@ def _special_ids(served: ServedModel) -> SpecialIds:
 
 
 class _TooLong(BaseException):
-    """Exception that one thread raises in another when a template takes too long. It is not an `Exception`, since
-    templates' errors are caught.
+    """Exception that a timer's thread raises in the thread whose template takes too long. It is not an `Exception`,
+    because templates' errors are caught.
     """
 
 
 @contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after `seconds` of running Python: templates are programs with loops."""
+    """Raise TimeoutError in the block after `seconds`, at the next line of Python that it runs: templates are programs
+    with loops.
+    """
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 
     def end() -> None:
@@ -408,7 +398,7 @@ def ended_after(seconds: float) -> Iterator[None]:
     timer.daemon = True
     try:
         try:
-            timer.start()  # on a busy machine it may be over before this returns
+            timer.start()  # on a busy machine the time may be over before this returns
             yield
         finally:
             with lock:

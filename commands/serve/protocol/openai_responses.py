@@ -1,5 +1,5 @@
-"""OpenAI's Responses, as Codex and `responses.create` use them: bodies become chat requests, and answers are written in
-their form.
+"""OpenAI's Responses, as Codex and `responses.create` use them: bodies become chat requests, and answers are written as
+responses.
 """
 
 import json
@@ -23,6 +23,7 @@ from commands.serve.protocol.schema import (
     InputMessage,
     InputReasoning,
     ResponsesRequest,
+    text_of,
     validate_chat,
 )
 from commands.serve.served import ServedModel
@@ -70,12 +71,9 @@ class ResponseStore:
         with self._lock:
             found = self._held.get(response_id)
         if found is None:
-            raise HTTPError(
-                404,
-                f"no such response is kept (the server keeps the last {_MOST_STORED}): {response_id[:80]}",
-                param=param,
-                code="previous_response_not_found" if param == "previous_response_id" else "response_not_found",
-            )
+            what = f"no such response is kept (the server keeps the last {_MOST_STORED}): {response_id[:80]}"
+            code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
+            raise HTTPError(404, what, param=param, code=code)
         return found
 
 
@@ -95,16 +93,7 @@ def chat_of_responses(served: ServedModel, body: ResponsesRequest, said: list[di
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is not None and (effort == "none" or (served.has_chat_template and has_effort(served.template_text))):
         chat["reasoning_effort"] = effort  # clients send it to any model
-    return validate_chat(_plain(chat))
-
-
-def _plain(chat: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a chat request that are given; pydantic's models become JSON."""
-    given = {name: value for name, value in chat.items() if value is not None}
-    return {
-        name: value.model_dump(by_alias=True, exclude_unset=True) if hasattr(value, "model_dump") else value
-        for name, value in given.items()
-    }
+    return validate_chat(chat)
 
 
 def messages_of(body: ResponsesRequest, store: ResponseStore) -> list[dict[str, Any]]:
@@ -121,16 +110,15 @@ def messages_of(body: ResponsesRequest, store: ResponseStore) -> list[dict[str, 
                 call = {"id": item.call_id, "type": "function", "function": function}
                 _assistant(said, place).setdefault("tool_calls", []).append(call)
             case InputCallOutput():
-                answer = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                answer = {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
                 said.append(answer | {"place": place})
             case InputReasoning():
-                thought = "".join(part.text for part in item.content or item.summary or ())
+                thought = text_of(item.content or item.summary)
                 said.append({"role": "assistant", "reasoning_content": thought, "place": place})
             case InputMessage(role="assistant"):
-                message = _assistant(said, place, is_new=True)
-                message["content"] = _text(item.content)
+                _assistant(said, place, is_new=True)["content"] = text_of(item.content)
             case InputMessage():
-                said.append({"role": item.role, "content": _text(item.content), "place": place})
+                said.append({"role": item.role, "content": text_of(item.content), "place": place})
     return [one for one in said if one["role"] != "assistant" or one.get("content") is not None or "tool_calls" in one]
 
 
@@ -151,10 +139,6 @@ def _merged(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return said
     text = "\n\n".join(one["content"] for one in said[:num_first])
     return [{"role": "system", "content": text, "place": said[0]["place"]}, *said[num_first:]]
-
-
-def _text(content: str | list[Any]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _tools(body: ResponsesRequest) -> dict[str, Any]:
@@ -293,19 +277,18 @@ class ResponsesReply:
             return
         self._is_open = False
         item, place = self._items[-1], self._place()
-        is_cut = self.answers[0].progress.finish_reason == "length"
         if item["type"] == "function_call":
             is_cut = is_cut_call(self.answers[0], item["arguments"])
-        item["status"] = "incomplete" if is_cut else "completed"
-        if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **place, **done)
         else:
+            is_cut = self.answers[0].progress.finish_reason == "length"
             part = item["content"][0]
             kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
             others: dict[str, Any] = {} if item["type"] == "reasoning" else {"logprobs": []}
             yield self._event(f"response.{kind}.done", **place, content_index=0, text=part["text"], **others)
             yield self._event("response.content_part.done", **place, content_index=0, part=part)
+        item["status"] = "incomplete" if is_cut else "completed"
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
     # The document
@@ -322,14 +305,13 @@ class ResponsesReply:
         return document
 
     def _said(self) -> list[dict[str, Any]]:
-        """The answer as messages of the conversation."""
+        """The answer as the assistant's next message of the conversation, in a list."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self._items:
             if item["type"] == "function_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
-                message.setdefault("tool_calls", []).append(
-                    {"id": item["call_id"], "type": "function", "function": function}
-                )
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
             else:
                 key = "content" if item["type"] == "message" else "reasoning_content"
                 message[key] = message.get(key, "") + item["content"][0]["text"]
@@ -347,7 +329,7 @@ class ResponsesReply:
 
     def _envelope(self, status: str) -> dict[str, Any]:
         body, tools = self._body, [tool for tool in self._body.tools or () if tool.get("type") == "function"]
-        form = {"type": "text"} if body.text is None or body.text.format is None else _dumped(body.text.format)
+        form = None if body.text is None else body.text.format
         return {
             "id": self._id,
             "object": "response",
@@ -362,10 +344,10 @@ class ResponsesReply:
             "output": list(self._items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None} if body.reasoning is None else _dumped(body.reasoning),
+            "reasoning": {"effort": None, "summary": None} if body.reasoning is None else body.reasoning.model_dump(),
             "store": body.store is not False,
             "temperature": body.temperature,
-            "text": {"format": form},
+            "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
             "tool_choice": body.tool_choice or "auto",
             "tools": [{"parameters": None, "strict": False, **tool} for tool in tools],
             "top_p": body.top_p,
@@ -374,8 +356,3 @@ class ResponsesReply:
             "user": body.user,
             "metadata": body.metadata or {},
         }
-
-
-def _dumped(model: Any) -> dict[str, Any]:
-    found: dict[str, Any] = model.model_dump(by_alias=True)
-    return found

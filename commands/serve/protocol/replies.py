@@ -6,7 +6,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -25,8 +25,8 @@ from runtime.text.token_text import token_bytes
 
 @dataclass(frozen=True)
 class Piece:
-    """New part of an answer. `logprobs` belong to the tokens whose text begins in this part, and `starts` has the
-    positions where it begins, in characters of the answer. Tokens that a stop word cut off are left out.
+    """New part of an answer. `logprobs` belong to the tokens whose text begins in this part. `starts` has the positions
+    at which these tokens begin, in characters of the answer. Tokens that a stop word cut off are left out.
     """
 
     text: str
@@ -45,17 +45,6 @@ class Piece:
     def tells_something(self) -> bool:
         return bool(self.said or self.logprobs or self.tokens or self.token_ids or self.is_last)
 
-    def without_end(self) -> "Piece":
-        return replace(self, is_last=False)
-
-    def only_end(self, *, is_last: bool) -> "Piece":
-        """The piece with only the end of its text, without its tokens."""
-        return replace(self, logprobs=[], tokens=[], token_ids=[], is_last=is_last and self.is_last)
-
-
-def _error_body(error: HTTPError) -> list[dict[str, Any]]:
-    return [error.body]
-
 
 @dataclass(frozen=True)
 class Chunks:
@@ -64,7 +53,7 @@ class Chunks:
     first: Callable[[int], Iterable[dict[str, Any]]]
     of_piece: Callable[[int, Piece], Iterable[dict[str, Any]]]
     last: Callable[[], Iterable[dict[str, Any]]]
-    error: Callable[[HTTPError], Iterable[dict[str, Any]]] = _error_body
+    error: Callable[[HTTPError], Iterable[dict[str, Any]]] = lambda error: [error.body]
     has_names: bool = False
     """True if events have their `type` as a name, and the stream has no end mark."""
 
@@ -168,7 +157,7 @@ class PieceStream:
         return marked
 
 
-_LEAST_LOGPROB = -9999.0  # of a token that is never chosen; JSON has no infinity
+_LEAST_LOGPROB = -9999.0  # for a token that is never chosen: JSON has no infinity
 _FINISH_REASONS: dict[FinishReason, str] = {"end_id": "stop", "stop": "stop", "length": "length"}
 
 

@@ -1,4 +1,4 @@
-"""Request bodies: the fields of OpenAI's completions and chat, further fields of vLLM's, and our own.
+"""Request bodies: the fields of OpenAI's and Anthropic's protocols, of vLLM and other servers, and our own.
 
 Unknown fields are ignored. Fields that clients know and this server does not support are refused, unless their value
 asks for nothing (`REFUSED`).
@@ -6,7 +6,6 @@ asks for nothing (`REFUSED`).
 
 import math
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import NoneType
@@ -36,7 +35,7 @@ from runtime.drafters.specs import lookups
 
 MAX_PROMPTS = 4096
 _MOST_DEPTH = 200
-"""Depth of lists and objects within each other that pydantic's parser accepts."""
+"""Depth of nested lists and objects that pydantic's parser accepts."""
 MAX_STOP_WORDS = 32
 MAX_CHOICES = 1024
 MAX_TOOLS = 1024
@@ -61,11 +60,14 @@ Prompts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class Lenient(BaseModel):
-    """Base of bodies: unknown fields are ignored, numbers must be finite, and a text may be neither a number nor true,
-    as with OpenAI.
+    """Base of bodies: unknown fields are ignored, numbers must be finite, and a number or `true` is not taken for a
+    text, as with OpenAI.
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
+
+    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {}
+    """The body's names, by patterns of names in a chat request that is made from the body."""
 
 
 class StreamOptions(Lenient):
@@ -258,11 +260,11 @@ class Budgets(Lenient):
     def budgets(self) -> dict[str, int]:
         """The budgets for thinking that are given, by their paths in the body; -1 is no limit."""
         values = {name: getattr(self, name) for name in ("thinking_token_budget", *Budgets.model_fields)}
-        return {name: value for name, value in values.items() if value is not None} | self._nested_budgets
-
-    @property
-    def _nested_budgets(self) -> dict[str, int]:
-        return {}
+        given = {name: value for name, value in values.items() if value is not None}
+        for name in ("reasoning", "thinking"):
+            holder: Effort | Thinking | None = getattr(self, name, None)
+            given |= {} if holder is None else holder.budgets
+        return given
 
     @property
     def budget(self) -> int | None:
@@ -423,9 +425,9 @@ class Generation(Forms, Budgets, Described):
         return names | {kind: name for name, kind, _ in self.forms}
 
     @property
-    @abstractmethod
     def tells_of_tokens(self) -> bool:
         """True if an answer has facts about each token, and so may be long."""
+        return False
 
 
 def _of_one_kind(prompt: Any) -> Any:
@@ -618,10 +620,6 @@ class ChatRequest(Conversation, Generation, ChatFields):
         return self
 
     @property
-    def _nested_budgets(self) -> dict[str, int]:
-        return _in_objects(self.reasoning, self.thinking)
-
-    @property
     def field_names(self) -> dict[str, str]:
         of_calls = "tools" if self.callable_tools or not self.forms else self.forms[0][0]
         length = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
@@ -632,18 +630,14 @@ class ChatRequest(Conversation, Generation, ChatFields):
         return bool(self.logprobs or self.return_token_ids)
 
 
-def _in_objects(*objects: Effort | Thinking | None) -> dict[str, int]:
-    """Budgets for thinking inside these objects of a body."""
-    return {name: value for one in objects if one is not None for name, value in one.budgets.items()}
-
-
-def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
-
-
 class InputPart(Lenient):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
+
+
+def text_of(content: str | Sequence[TextPart | RefusalPart | InputPart] | None) -> str:
+    """The text of a message's content: the content itself, or the texts of its parts, joined."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 InputParts = list[InputPart | RefusalPart]
@@ -713,7 +707,7 @@ class ResponsesRequest(Generation, ResponsesFields):
 
     PROTOCOL = "responses"
 
-    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
+    CHAT_FIELDS = {
         r"max_(completion_)?tokens": "max_output_tokens",
         "response_format": "text.format",
         r"tools\.(\d+)\.function": r"tools.\1",
@@ -733,14 +727,6 @@ class ResponsesRequest(Generation, ResponsesFields):
     previous_response_id: str | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def _nested_budgets(self) -> dict[str, int]:
-        return _in_objects(self.reasoning)
-
-    @property
-    def tells_of_tokens(self) -> bool:
-        return False
 
 
 class AnthropicBlock(Lenient):
@@ -790,7 +776,7 @@ class OutputConfig(Lenient):
 class CountRequest(Lenient):
     """Anthropic's request to count the tokens of a message's prompt."""
 
-    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
+    CHAT_FIELDS = {
         "response_format": "output_config.format",
         r"tools\.(\d+)\.function\.parameters": r"tools.\1.input_schema",
         r"tools\.(\d+)\.function": r"tools.\1",
@@ -825,14 +811,6 @@ class MessagesRequest(CountRequest, Forms, Budgets, MessagesFields):
     cache_salt: CacheSalt = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="`output_config.format` by its name before.")
-
-    @property
-    def _nested_budgets(self) -> dict[str, int]:
-        return _in_objects(self.thinking)
-
-    @property
-    def tells_of_tokens(self) -> bool:
-        return False
 
 
 class TokenizeRequest(Conversation):
@@ -963,10 +941,14 @@ def refused_field(body: dict[str, Any], model: type[Lenient]) -> str | None:
 
 
 def validate_chat(chat: dict[str, Any]) -> ChatRequest:
-    """Validate a chat request made from another protocol's body. Messages carry the `place` where the client wrote
-    them, for errors.
+    """Validate a chat request made from another protocol's body; fields that are None are left out. Messages carry the
+    `place` where the client wrote them, for errors.
     """
-    chat = {name: value for name, value in chat.items() if value is not None}
+    chat = {
+        name: value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, BaseModel) else value
+        for name, value in chat.items()
+        if value is not None
+    }
     places = [message["place"] for message in chat["messages"]]
     try:
         found = validate_body(chat, ChatRequest)
@@ -987,7 +969,7 @@ Body = TypeVar("Body", bound=Lenient)
 def parse_body(body: bytes, model: type[Body]) -> Body:
     """Parse a body as `model`, whatever its Content-Type says; HTTPError unless it is JSON that `model` takes."""
     try:
-        # It knows a depth at which it stops, and neither NaN nor half of a surrogate pair.
+        # This parser stops at a depth of 200, and takes neither NaN nor half of a surrogate pair.
         value: Any = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         if "recursion limit" in str(error):

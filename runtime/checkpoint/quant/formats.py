@@ -330,7 +330,7 @@ def _gptq(said: dict[str, Any], where: str) -> Format:
 
 
 def _order_of(name: str, groups: Tensor, group_size: int) -> Tensor:
-    """The order of inputs that puts those of a group side by side. SpecDecError for groups of different sizes."""
+    """The order in which the inputs of a group stand side by side. SpecDecError for groups of different sizes."""
     order = groups.argsort(stable=True).int()
     if not groups.is_meta:
         wanted = torch.arange(len(groups)) // group_size

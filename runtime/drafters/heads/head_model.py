@@ -297,7 +297,9 @@ def set_output(head: Head, ids: Tensor | None, quantized: QuantizedWeight | None
 
 
 def quantizable_layers(head: Head) -> dict[str, nn.Linear]:
-    """A head's linear layers by name, except layers that compute logits, router scores or weights of a sum."""
+    """A head's linear layers by name, except layers that compute logits, a router's scores or
+    the weights with which states are added.
+    """
     parts = cast(nn.Module, head)
     output = head.step.model.get_output_embeddings() if isinstance(head, MtpHead | ChainedMtp) else None  # type: ignore[no-untyped-call]
     linear = {name: one for name, one in parts.named_modules() if type(one) is nn.Linear and one is not output}

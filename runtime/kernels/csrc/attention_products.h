@@ -12,8 +12,8 @@
 
 namespace {
 
-// Rows of keys or values, and what lies like them and is fetched meanwhile, because it is read soon: the values of these
-// keys, or the keys of the next chunk.
+// Rows of keys or values; and `upcoming`, rows with the same layout that are fetched meanwhile, because they are read next:
+// these keys' values, or the next chunk's keys.
 template <typename T>
 struct Piece {
   const T *numbers, *upcoming;
@@ -27,8 +27,8 @@ struct Piece {
   }
 };
 
-// sum (R x W*kLanes) += column k of A (R x depth) times row k of B (depth x W*kLanes), A and B row-major. One loop over all
-// sums, or they would go through memory (products.h).
+// sum (R x W*kLanes) += column k of A (R x depth) times row k of B (depth x W*kLanes), A and B row-major. It is one loop over
+// all sums: with two they would go through memory (products.h).
 template <int R, int W, typename A, typename B>
 inline void add_outer(const A* a, int64_t lda, const Piece<B>& b, int64_t k, Lanes (&sum)[R][W]) {
   b.template fetch<W>(k);
@@ -45,7 +45,7 @@ inline void accumulate(const float* a, int64_t lda, const Piece<B>& b, int64_t d
 }
 
 #if defined(__AVX512BF16__)
-// Pairs of two neighbouring rows' numbers: one register of them, or two where `more` than that are wanted.
+// Pairs of numbers from two neighbouring rows: one register of pairs, or two if `more` is not 0.
 template <int more>
 inline void interleave(const at::BFloat16* p, int64_t ldb, __m512bh* pairs) {
   if constexpr (more > 0) {
@@ -65,8 +65,8 @@ inline void interleave(const at::BFloat16* p, int64_t ldb, __m512bh* pairs) {
   }
 }
 
-// One instruction multiplies two rows of B by a pair of A's: the rows are interleaved as they are read. An odd one out is
-// its own partner, for which A has a 0: what lies behind it may be anything.
+// One instruction multiplies two rows of B by a pair of A's numbers: the rows are interleaved as they are read. An odd last
+// row is paired with itself, for which A has a 0, since the memory behind it may hold NaN.
 template <int R, int W>
 inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloat16>& b, int64_t depth,
                        Lanes (&sum)[R][W]) {
@@ -91,7 +91,7 @@ inline void accumulate(const at::BFloat16* a, int64_t lda, const Piece<at::BFloa
 #if defined(__AMX_BF16__)
 constexpr int64_t kTileDepth = 32;  // of numbers of 16 bits
 
-// A number of bfloat16 that is kept as a float: to widen one for each product would take longer than the product.
+// A bfloat16 number kept as a float: widening it for each product would take longer than the product.
 struct Widened {
   float value;
 
@@ -104,7 +104,7 @@ struct Widened {
   }
 };
 
-// The bits of tiles without them.
+// sum += A B with the bits of tiles, but without them.
 template <int R, int W, typename B>
 inline void accumulate_as_tiles(const Widened* a, int64_t lda, const Piece<B>& b, int64_t depth, Lanes (&sum)[R][W]) {
   for (int64_t start = 0; start < depth; start += kTileDepth) {
@@ -119,8 +119,8 @@ inline void accumulate_as_tiles(const Widened* a, int64_t lda, const Piece<B>& b
 }
 #endif
 
-// C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += where it `adds`; all row-major. A part of its caller: where a
-// chunk's rows lie is a constant there, and rows' addresses need no registers.
+// C (R x W*kLanes) = A (R x depth) B (depth x W*kLanes), or C += if it `adds`; all row-major. Inlined into its caller, which
+// knows the rows' distance as a constant, so that their addresses need no registers.
 template <Arithmetic arithmetic, int R, int W, typename A, typename B>
 [[gnu::always_inline]] inline void multiply(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth,
                                             bool adds) {
@@ -138,7 +138,7 @@ template <Arithmetic arithmetic, int R, int W, typename A, typename B>
 template <Arithmetic arithmetic, int R, typename A, typename B>
 [[gnu::noinline]] void multiply_rows(const A* a, int64_t lda, const Piece<B>& b, float* c, int64_t ldc, int64_t depth,
                                      int64_t width, bool adds) {
-  constexpr int kFew = arithmetic == kTiles ? 2 : kTileRows / 3;  // of these more columns: sums do not wait for each other
+  constexpr int kFew = arithmetic == kTiles ? 2 : kTileRows / 3;  // then more columns at a time: sums do not wait
   const auto columns = [&](auto count, int64_t w) {
     multiply<arithmetic, R, count()>(a, lda, b.from_column(w), c + w, ldc, depth, adds);
   };

@@ -1,7 +1,7 @@
-// Truncation of a position's logits by a request: scores after biases, penalties, bans and temperature, and those that
-// top-k, top-p and min-p keep. Nothing is sorted: the score at a cut is found by bisection, with passes over the scores in
-// the remaining range, which soon is short. Of many scores a sample says where it likely is, and one pass finds whether it
-// is there and leaves those few (Floyd and Rivest, 1975).
+// A position's scores: its logits after biases, penalties, bans and temperature, and which of them top-k, top-p and min-p
+// keep. Nothing is sorted: the score at a cut is found by bisection, in passes over the scores in a range that soon is
+// short. For many scores a sample tells the cut's likely range, and one pass finds whether the cut is in this range and
+// keeps only the range's scores (Floyd and Rivest, 1975).
 //
 // Scores are processed in pieces, which threads share. Sums are taken piece by piece, so that they do not depend on the
 // number of threads or their other work.
@@ -71,7 +71,7 @@ struct Rules {
   double is_greedy, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
 };
 
-// A token whose score does not depend on its logit alone: its bias, whether it occurs before, and how often for penalties.
+// A token whose score depends on more than its logit: its bias, whether it occurs before, and its count for penalties.
 struct Entry {
   int32_t token;
   float bias;
@@ -107,7 +107,7 @@ struct Extent {
   }
 };
 
-// The scores of a position: -inf where a token cannot be chosen, and beyond the last one up to a whole register.
+// The scores of a position: -inf for a token that cannot be chosen, and behind the last token up to a whole register.
 struct Scores {
   float* scores;
   int64_t size;
@@ -139,7 +139,7 @@ struct Extremes {
   Extent extent() const { return {is_any(is_wrong), smallest_of(low), largest_of(high)}; }
 };
 
-// A division takes as long as all else here.
+// A template, since a division takes as long as everything else here.
 template <bool divides, typename T>
 void scale_by(const T* logits, float temperature, Scores& to) {
   const auto work = [&](int64_t begin, int64_t end) {
@@ -171,7 +171,7 @@ template <typename T>
 void penalize(const T* logits, const Rules& rules, Range<Entry> entries, Range<Entry> later, Range<int32_t> bans,
               float temperature, Scores& to) {
   if (entries.empty() && later.empty() && bans.empty()) return;
-  std::vector<bool> lost_extreme(to.num_pieces());  // then another score of the piece may be its largest or smallest
+  std::vector<bool> lost_extreme(to.num_pieces());  // pieces whose largest or smallest score was changed
   const auto change = [&](int32_t token, float score) {
     const int64_t piece = token / kPiece;
     Extent& extent = to.extents[piece];
@@ -195,7 +195,7 @@ void penalize(const T* logits, const Rules& rules, Range<Entry> entries, Range<E
   to.compute(look, [&](int64_t piece) { return lost_extreme[piece]; });
 }
 
-// Of many scores a sample has one register in so many.
+// A sample of many scores has one register in kOneIn.
 constexpr int64_t kOneIn = 16, kManyScores = 2 * kPiece, kOfPiece = kPiece / kOneIn;
 
 // Memory for one position, kept by the thread that asks for it.
@@ -210,7 +210,7 @@ struct Room {
   }
 };
 
-// A sum of many floats at most 1: a few of them are added up in float32, and those sums in float64.
+// A sum of many floats of at most 1: eight at a time are added up in float32, and these sums in float64.
 class Sum {
  public:
   void add(Lanes v) {
@@ -230,7 +230,7 @@ class Sum {
   uint32_t number_ = 0;
 };
 
-// Puts those numbers at `to`, which has room for all, and returns how many.
+// Writes the kept numbers to `to`, which has room for all, and returns their count.
 inline int64_t compress(Lanes v, Ints is_kept, float* to) {
 #if defined(__AVX512F__)
   const __mmask16 mask = _mm512_test_epi32_mask((__m512i)is_kept, (__m512i)is_kept);
@@ -243,15 +243,15 @@ inline int64_t compress(Lanes v, Ints is_kept, float* to) {
 #endif
 }
 
-// By the largest score, whose weight is 1; or each counts 1, if it is one.
+// A score's weight relative to the largest score, whose weight is 1; or 1 for each score other than -inf.
 template <bool has_weights>
 inline Lanes weight_of(Lanes v, float largest) {
   if constexpr (has_weights) return exp_negative_lanes(v - largest);
   else return v >= -kLargestFloat ? Lanes{} + 1.0f : Lanes{};
 }
 
-// Scores that a cut is looked for among: in each piece so many, up to a whole number of registers, of which the last may
-// be filled up with -inf. They have weights, or each counts 1.
+// Scores among which a cut is looked for: sizes_[i] of them at the beginning of piece i, filled up with -inf to whole
+// registers. They have weights, or each counts 1.
 class Candidates {
  public:
   Candidates(const Scores& scores, Room& room) : scores_(scores.scores), room_(room), sizes_(scores.num_pieces()) {
@@ -268,7 +268,7 @@ class Candidates {
     }));
   }
 
-  // What they weigh by the largest score, whose weight is 1.
+  // The sum of their weights relative to the largest score, whose weight is 1.
   double weight(float largest) const {
     return sum([&](int64_t i) {
       Sum sum;
@@ -277,7 +277,7 @@ class Candidates {
     });
   }
 
-  // Weighs them by the largest score, whose weight is 1; returns the sum.
+  // Sets their weights relative to the largest score, whose weight is 1; returns the sum.
   double weigh(float largest) {
     weights_ = room_.weights.data();
     return sum([&](int64_t i) {
@@ -291,7 +291,7 @@ class Candidates {
     });
   }
 
-  // Weighs all, and leaves those of at least `least`.
+  // Returns the sum of all weights, and keeps the scores of at least `least`.
   double weigh_and_keep(float least, float largest) {
     const double all = sum([&](int64_t i) {
       float *to = room_.candidates.data() + i * kPiece, *to_weights = room_.weights.data() + i * kPiece;
@@ -315,8 +315,8 @@ class Candidates {
     return all;
   }
 
-  // The largest score that, with all above it, weighs at least what is wanted, and what those above it weigh. No candidate
-  // is larger than `largest`; those smaller than `smallest` are not needed for it.
+  // The largest score that together with all scores above it weighs at least `wanted`, and the weight above it. No candidate
+  // is larger than `largest`, and the result is not smaller than `smallest`.
   struct Boundary {
     float score;
     double above;
@@ -335,7 +335,7 @@ class Candidates {
     return {smallest, above};
   }
 
-  // What all of them weigh, and those above `last`; leaves those of first <= score <= last, with their weights if they have.
+  // Returns the weight of all scores, and of those above `last`; keeps the scores with first <= score <= last.
   struct Weights {
     double all = 0, above = 0;
   };
@@ -367,7 +367,7 @@ class Candidates {
     return sum;
   }
 
-  // Leaves those of first <= score <= last.
+  // Keeps the scores with first <= score <= last.
   void keep(float first, float last) {
     share([&](int64_t i) { sizes_[i] = keep_of_piece(i, first, last); });
     scores_ = room_.candidates.data();
@@ -455,11 +455,11 @@ class Candidates {
   int64_t size_;
 };
 
-// Scores are put into groups, each a lane of a few registers, to look for a rank of at most one in kMinRank.
+// Scores are put into groups, each one lane of kGroup registers, to look for a rank of at most one in kMinRank scores.
 constexpr int64_t kGroup = 64, kMinRank = 4 * kGroup;
 
-// The score of this rank among the largest of their groups: as many scores reach it, and few more. Where not so many groups
-// have a score, less.
+// The score of this rank among the groups' largest scores: at least `rank` scores reach it, and few more. If fewer groups have
+// a score, fewer scores reach it.
 inline float reached_by(double rank, const Scores& scores, Room& room) {
   const int64_t size = registers(scores.size);
   Scores groups{room.weights.data(), registers((size + kGroup - 1) / kGroup), {}, {}};
@@ -478,14 +478,14 @@ inline float reached_by(double rank, const Scores& scores, Room& room) {
   return Candidates(groups, room).find(rank, extent.smallest, extent.largest).score;
 }
 
-// Between which scores a cut likely is, if that is known; and what all weigh, likely.
+// The range of scores in which a cut likely is, if it is known, and the likely weight of all scores.
 struct Between {
   bool is_known = false;
   double all = 0;
   float low = 0, high = 0;
 };
 
-// Some of many scores, and what each weighs. Threads take those of the pieces that they have.
+// A sample of many scores, and their weights. Each thread samples the pieces that are in its cache.
 template <bool has_weights>
 class Sample {
  public:
@@ -503,9 +503,9 @@ class Sample {
     });
   }
 
-  // Two standard deviations of what the sample weighs to both sides. `wanted` is a number of scores, or with weights a
-  // share of what all weigh; no score is more than `top`, or those from there on weigh `above`: a sample may miss few that
-  // weigh much.
+  // The range of two standard deviations of the sample's weight to both sides. `wanted` is a number of scores, or with weights
+  // a share of all weight. No score exceeds `top`, or the scores from `top` on weigh `above`, which is known exactly: a sample
+  // may miss a few scores with much weight.
   Between guess(double wanted, float top, double above) const {
     if (smallest_ >= top) return {};
     const float below = above > 0 ? top : std::numeric_limits<float>::infinity();
@@ -546,7 +546,7 @@ class Sample {
     return load(room_.sample.data() + k) < below ? load(room_.sample_weights.data() + k) : Lanes{};
   }
 
-  // What the sample's scores from `top` down weigh, by buckets as wide as this.
+  // The weight of the sample's scores from `top` down, in buckets of this width.
   const float* weigh_buckets(float top, float below, float width) const {
     room_.make(room_.buckets, num_pieces_ * kBuckets);
     float* all = room_.buckets.data();
@@ -571,7 +571,7 @@ class Sample {
   int64_t end_;
 };
 
-// Scores that remain: those above `least`, and among those equal to it the ones from `first_equal` on.
+// The scores that are kept: all above `least`, and of those equal to it the tokens from `first_equal` on.
 struct Cut {
   float least;
   int64_t first_equal;
@@ -604,15 +604,15 @@ inline int64_t place_from_end(const Scores& scores, float score, double wanted) 
   return 0;
 }
 
-// top-p keeps the fewest of the largest that have the share together; of equal ones at its end the last, as if scores were
-// sorted by a stable sort, the smallest first.
+// top-p keeps the fewest of the largest scores that together have the share; of equal scores at its end the last tokens, as
+// if scores were sorted by a stable sort, the smallest first.
 inline Cut cut_at(const Scores& scores, Candidates::Boundary boundary, double wanted) {
   const double weight = exp_negative_lanes(Lanes{} + (boundary.score - scores.extent.largest))[0];
   const double num_kept = std::max(std::ceil((wanted - boundary.above) / weight), 1.0);
   return {boundary.score, place_from_end(scores, boundary.score, num_kept)};
 }
 
-// The cut, if it is where it likely is.
+// The cut, if it is in its likely range.
 inline std::optional<Cut> cut_between(const Scores& scores, const Between& likely, double share, Room& room) {
   if (!likely.is_known) return {};
   const float largest = scores.extent.largest;
@@ -624,7 +624,7 @@ inline std::optional<Cut> cut_between(const Scores& scores, const Between& likel
   return cut_at(scores, {boundary.score, boundary.above + above}, wanted);
 }
 
-// The cut of many scores, which is among the few largest or not far from where a sample says.
+// The cut of many scores, if it is among the few largest or in the range that a sample tells.
 inline std::optional<Cut> cut_of_many(const Scores& scores, double share, Room& room) {
   const float largest = scores.extent.largest;
   const Sample<true> sample(scores, room);
@@ -647,7 +647,8 @@ inline Cut cut_by_share(const Scores& scores, float least, double share, Room& r
   if (least > -kLargestFloat) candidates.keep(least, largest);
   else if (scores.size >= kManyScores)
     if (const auto cut = cut_of_many(scores, share, room)) return *cut;
-  // All that weigh less have less than what is cut, together. `sum` is of all weights: at least 1, the largest's.
+  // All scores below it together weigh less than the part that is cut. `sum` is a lower bound on the sum of all weights: at
+  // least 1, the largest score's.
   const auto floor = [&](double sum) {
     const double negligible = largest + std::log((1 - share) * sum / static_cast<double>(scores.size)) - 1e-3;
     return std::max({least, scores.extent.smallest, static_cast<float>(negligible)});
@@ -656,7 +657,7 @@ inline Cut cut_by_share(const Scores& scores, float least, double share, Room& r
   return cut_at(scores, candidates.find(share * sum, floor(sum), largest), share * sum);
 }
 
-// The score of a rank, of equal ones counted each.
+// The score of a rank; equal scores have ranks of their own.
 inline float score_of_rank(const Scores& scores, double rank, Room& room) {
   const auto [is_wrong, smallest, largest] = scores.extent;
   if (smallest < largest && rank * kMinRank <= static_cast<double>(scores.size)) {

@@ -1,6 +1,6 @@
 // Products of experts, whose weights are packed one below the other, each in whole panels: floats (`pack_linear`), or numbers
 // in few bits (`pack_quantized`). An expert takes all of its tokens at once, and a token's bits are those of a linear layer:
-// they do not depend on which others it has.
+// they do not depend on the expert's other tokens.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -17,8 +17,8 @@ namespace {
 
 // Rows in the order of their experts.
 struct Order {
-  std::vector<int64_t> ends;    // an expert's rows end here, and the next one's begin; the first is 0
-  std::vector<int64_t> row_at;  // the place where each is in the output
+  std::vector<int64_t> ends;    // expert e's rows are ends[e] to ends[e + 1], exclusive; ends[0] is 0
+  std::vector<int64_t> row_at;  // each row's place in the output
 
   Order(const int64_t* expert_of, int64_t num_rows, int64_t num_experts) : ends(num_experts + 1), row_at(num_rows) {
     for (int64_t s = 0; s < num_rows; ++s) {
@@ -31,7 +31,7 @@ struct Order {
   }
 };
 
-// Row s of the output is chosen[s]'s of its token: of every token there are as many rows.
+// Row s of the output is the product of expert chosen[s] with token s / k, where k is the number of experts per token.
 at::Tensor experts_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& chosen, int64_t num_outputs,
                           int64_t arithmetic, int64_t token_bits) {
   const int64_t K = x.size(-1), N = num_outputs, panels = (N + kPanel - 1) / kPanel;
@@ -44,7 +44,7 @@ at::Tensor experts_linear(const at::Tensor& x, const at::Tensor& packed, const a
   const auto* weights = static_cast<const char*>(packed.const_data_ptr());
   const auto weight = [&](int64_t e) { return PackedWeight(packed, K, e * bytes); };
   const int64_t most = is_float ? kFewRowsOfFloats : weight(0).takes_integers(token_bits) ? kFewRowsOfIntegers : 0;
-  const bool is_one = num_tokens == 1 && most;  // token, whose row all experts read
+  const bool is_one = num_tokens == 1 && most;  // a single token, whose row all experts read in place
   at::Tensor inputs = is_one ? tokens : at::empty({num_rows, K}, x.options());
   auto *in = static_cast<char*>(inputs.mutable_data_ptr()), *to = static_cast<char*>(out.mutable_data_ptr());
   const auto* of_tokens = static_cast<const char*>(tokens.const_data_ptr());
@@ -55,7 +55,7 @@ at::Tensor experts_linear(const at::Tensor& x, const at::Tensor& packed, const a
         std::memcpy(in + i * K * size, of_tokens + order.row_at[i] / (num_rows / num_tokens) * K * size, K * size);
     });
   std::vector<FewRows> few;
-  std::vector<int64_t> others;  // experts that have more
+  std::vector<int64_t> others;  // experts with more than `most` rows
   for (int64_t e = 0; e < num_experts; ++e) {
     const int64_t begin = order.ends[e], count = order.ends[e + 1] - begin;
     const int64_t* places = order.row_at.data() + begin;

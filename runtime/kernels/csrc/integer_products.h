@@ -1,8 +1,8 @@
 // Products of weights in few bits and tokens that are rounded to one or two digits of 8 bits: exact within a group of
-// columns, whose sums are integers; from group to group floats are added in order. A token's result is the same bits
-// whatever other tokens there are, by whichever instructions.
+// columns, whose sums are integers; the groups' floats are added in order. A token's bits depend neither on the other tokens
+// nor on the instructions.
 //
-//   step = largest size of the group's numbers / most;  rounded[m, k] = x[m, k] / step, to the nearest, of two to the even
+//   step = largest size of the group's numbers / most;  rounded[m, k] = x[m, k] / step, to the nearest, ties to even
 //   out[m, n] = bias[n] + sum over groups of (sum over k of rounded[m, k] x (number[n, k] - half)) x (scale[n] x step[m])
 //
 // A token whose numbers are not all finite has NaN for its result.
@@ -27,7 +27,7 @@ inline int32_t reduce(V numbers, const Use& use) {
   }
 }
 
-// Processors of these kinds have no instruction that adds 4 products of bytes, only ones that add 2 products.
+// These processors have no instruction that adds 4 products of bytes, only instructions that add 2.
 #if (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)) || (defined(__AVX512BW__) && !defined(__AVX512VNNI__))
 #define SPECDEC_SUMS_BY_TWO
 constexpr bool kSumsByTwo = true;
@@ -46,7 +46,7 @@ constexpr TokenForm kTokenForm =
 
 // The tokens' numbers, (groups, M, width): the numbers of all tokens in a group lie side by side.
 struct RoundedTokens {
-  static constexpr int64_t kBeyond = 16;  // digits that a tile may read behind the last token's
+  static constexpr int64_t kBeyond = 16;  // rows of digits that a tile may read behind the last token's
   int64_t M, padded;
   int digits;
   TokenForm form;
@@ -54,8 +54,8 @@ struct RoundedTokens {
   AlignedBuffer<int8_t> numbers;
   int32_t half;
   std::unique_ptr<float[]> steps;     // (groups, M)
-  std::unique_ptr<int32_t[]> starts;  // (groups, M): -half x a group's numbers, added, from where its products are summed up
-  std::unique_ptr<float[]> totals;    // (groups, M): step x a group's numbers, added
+  std::unique_ptr<int32_t[]> starts;  // (groups, M): -half x the sum of a group's numbers, with which its products' sum starts
+  std::unique_ptr<float[]> totals;    // (groups, M): step x the sum of a group's numbers
 
   RoundedTokens(const Rows& rows, int digits, TokenForm form, const PackedWeight& weight)
       : M(rows.count), padded(weight.padded), digits(digits), form(form),
@@ -82,7 +82,7 @@ struct RoundedTokens {
     constexpr int64_t kMost = kMostColumns + kLanes;
     float x[kMost] = {};
     widen(tokens, x, size);
-    Ints largest{};  // as bits sizes are in order, and after them infinity and NaN
+    Ints largest{};  // compared as bits: sizes are in order, then come infinity and NaN
     for (int64_t i = 0; i < size; i += kLanes) {
       const Ints bits = load<Ints>(x + i) & 0x7fffffff;
       largest = bits > largest ? bits : largest;
@@ -133,7 +133,7 @@ struct RoundedTokens {
 #if defined(SPECDEC_SUMS_BY_TWO)
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
 
-// The compiler does not move what follows before this: GNU's would multiply ahead, and then store sums for want of registers.
+// A barrier for the compiler: GNU's would multiply ahead, and then store sums for want of registers.
 template <typename V>
 inline V keep_in_register(V sums) {
   asm volatile("" : "+v"(sums));
@@ -177,7 +177,7 @@ inline Ints add_products(Ints sums, Words bytes, int32_t four) {
 #endif
 
 #if defined(__AMX_INT8__)
-// A group's numbers with their sign, which the tiles of many tokens read.
+// Writes a group's numbers with their sign, as the tiles read them for many tokens.
 template <PackedWeight::Kind kind>
 void with_signs(const uint8_t* group, int64_t padded, int8_t* to) {
   constexpr uint32_t half = kind == PackedWeight::kInt4 ? 0x08080808u : 0x80808080u;
@@ -198,7 +198,7 @@ void with_signs(const uint8_t* group, int64_t padded, int8_t* to) {
 // 4 columns in each row of 16 outputs. A group's numbers are in two or four of them while all tokens are multiplied; see
 // GemmAmx for tiles of floats.
 
-// Steps of a group's columns; 0 where they do not fit tiles.
+// Number of steps, of at most 64 columns each, in which tiles take a group; 0 if the columns do not fit tiles.
 inline int64_t tile_steps(int64_t padded) {
   const int64_t steps = (padded + 63) / 64;
   return padded % (4 * steps) ? 0 : steps;
@@ -211,7 +211,7 @@ inline void set_shapes(int64_t width) {
   shapes.use();
 }
 
-// A group's numbers of two steps, or of one step those of two groups.
+// Loads a group's numbers of two steps, or the numbers of two groups of one step each.
 inline void load_numbers(const int8_t* first, const int8_t* second) {
   asm volatile("" : : : "memory");
   _tile_loadd(4, first, 4 * kPanel);
@@ -223,7 +223,7 @@ inline void load_numbers(const int8_t* first, const int8_t* second) {
 inline void store_tile(int32_t* to) {
   _tile_stored(0, to, 4 * kPanel);
   _tile_stored(1, to + kLanes, 4 * kPanel);
-  asm volatile("" : : : "memory");  // nor what they write
+  asm volatile("" : : : "memory");  // the operands do not tell the compiler what is written
 }
 
 inline void multiply_steps(const int8_t* tokens, int64_t width, int32_t* to) {
@@ -273,7 +273,7 @@ struct IntegerProducts {
       for (int64_t tile = 0; tile < tiles; ++tile) add_tile(panel, g, from, tile, rows, sums);
   }
 
-  // The same of few rows and two panels, which are read side by side: memory gives a thread more in two streams than in one.
+  // The same for few rows and two panels, read side by side: a thread reads two streams faster than one.
   void add_two(int64_t panel, int64_t from, int64_t to, float* sums, float* others) const {
     const int64_t rows = to - from;
     if (EvenTiles::num_tiles(rows * kSums) > 1) return add(panel, from, to, sums), add(panel + 1, from, to, others);
@@ -284,7 +284,7 @@ struct IntegerProducts {
   }
 
  private:
-  // A group's products, of one of the tiles into which so many rows are divided.
+  // Adds a group's products for one of the tiles into which the rows are divided.
   void add_tile(int64_t panel, int64_t g, int64_t from, int64_t tile, int64_t rows, float* sums) const {
     const int64_t tiles = EvenTiles::num_tiles(rows * kSums), row = tile * rows / tiles;
     dispatch_rows<kTileRows / kSums>((tile + 1) * rows / tiles - row, [&](auto count) {
@@ -373,7 +373,7 @@ struct IntegerProducts {
       }
     }
 #else
-    // Of few rows each sum is added up in two parts, or the next product would wait for the one before it.
+    // For few rows each sum has two parts: a product would wait for the product before it.
     constexpr int parts = R * digits <= 2 ? 2 : 1;
     Ints others[R][digits][2] = {};
     const auto add = [&](auto& sums, int64_t k) {
@@ -395,7 +395,7 @@ struct IntegerProducts {
         unrolled<digits>([&](auto d) { unrolled<2>([&](auto i) { sums[r][d][i] += others[r][d][i]; }); });
       });
 #endif
-    if (fetches)  // the scales too: a line that is waited for is as long as reading a group
+    if (fetches)  // the scales too: waiting for a line takes as long as reading a group
       for (int64_t byte = weight.value_bytes(); byte < weight.bytes; byte += 64) fetch_line(group + byte + kAhead);
     Lanes scales[2], offsets[2];
     weight.scales(group, scales);
@@ -408,7 +408,7 @@ struct IntegerProducts {
         store(place, load(place) + __builtin_convertvector(joined, Lanes) * (scales[i] * steps[r]));
       });
     });
-    // A branch for all rows: a product and its sum that a branch parts would not become one instruction, as elsewhere.
+    // One branch for all rows: a branch between a product and its sum would keep them from being fused, unlike elsewhere.
     if (weight.has_offsets)
       unrolled<R>([&](auto r) {
         unrolled<2>([&](auto i) {
@@ -419,8 +419,8 @@ struct IntegerProducts {
   }
 
 #if defined(__AMX_INT8__)
-  // Beyond the last token a tile has numbers of others, and what comes of them is dropped. What tiles have stored is read
-  // after the next are multiplied: at once it would have to be waited for. Groups of one step are taken two by two.
+  // Behind the last token a tile has other numbers, whose products are dropped. Stored sums are read after the next products:
+  // reading them at once would have to wait. Groups of one step are taken in pairs.
   template <int together>
   void add_by_tiles(int64_t panel, int64_t from, int64_t to, float* sums) const {
     constexpr int64_t kTokens = kTileHeight / digits;
@@ -459,7 +459,7 @@ struct IntegerProducts {
 #endif
 };
 
-// Initial sums of rows for a panel from the outputs' biases, if they have any.
+// Sets a panel's sums of rows to the outputs' biases, or to 0.
 [[gnu::noinline]] inline void start_sums(const Rows& rows, int64_t panel, int64_t count, float* sums) {
   with_type(rows.dtype, [&](auto zero) {
     const auto* bias = rows.bias_as<decltype(zero)>();
@@ -482,7 +482,7 @@ struct SumsOfPanels {
   const float* sums;
 };
 
-// Writes them row by row: rows lie in pages of their own, and to find a page takes longer than to write.
+// Writes them row by row: rows lie in different pages, and a TLB miss costs more than the write.
 [[gnu::noinline]] inline void write_panels(const Rows& rows, const SumsOfPanels& of) {
   with_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -497,8 +497,8 @@ struct SumsOfPanels {
   });
 }
 
-// out = x weight^T + bias, of tokens rounded to so many digits: few of each weight, of which `form` is the first. Two panels
-// are a task.
+// out = x weight^T + bias, with tokens rounded to so many digits, few for each weight; `form` is the first weight. A task is
+// two panels.
 template <int digits, PackedWeight::Kind kind>
 void multiply_few_integers(const Rows& rows, const PackedWeight& form, std::span<const FewRows> parts) {
   const RoundedTokens rounded(rows, digits, kTokenForm<digits, kind>, form);
@@ -516,7 +516,7 @@ void multiply_few_integers(const Rows& rows, const PackedWeight& form, std::span
   });
 }
 
-// The same of any number of tokens of one weight.
+// The same for one weight and any number of tokens.
 template <int digits, PackedWeight::Kind kind>
 void multiply_integers(const Rows& rows, const PackedWeight& weight) {
   const int64_t M = rows.count;

@@ -1,4 +1,4 @@
-// The library's own kernels, called without a look at their names.
+// Calls of the library's own kernels, each of which looks its name up only once.
 
 #pragma once
 

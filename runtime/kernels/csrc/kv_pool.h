@@ -28,8 +28,8 @@ struct Inputs {
   float* scales;  // null where S is T
   T* output;
   const int64_t *positions, *slots, *block_tables;
-  const float* sinks;  // null, or for each query head the logit of a key without a value, which everybody sees
-  const float* slopes;  // null, or for each query head what a logit loses with each token between query and key (ALiBi)
+  const float* sinks;  // null, or for each query head the logit of a key without a value, which every query sees
+  const float* slopes;  // null, or for each query head by which a logit falls with each token between query and key (ALiBi)
   int64_t B, Q, N, H, Hk, D, Dv, block_size;
   int64_t window, attention_chunk;  // 0 for none
   float scale, softcap;             // scores are softcap * tanh(scale * product / softcap); 0: scale * product
@@ -38,7 +38,7 @@ struct Inputs {
   const int64_t* table_of(int64_t b) const { return block_tables + b * N; }
   int64_t width() const { return (Dv + kLanes - 1) / kLanes * kLanes; }  // of a row's weighted values
   bool is_capped() const { return softcap > 0; }
-  // Weights are powers of 2, of what `exponentiate` has multiplied by `cap_scale` and capped.
+  // Weights are powers of 2, whose exponents `exponentiate` has multiplied by `cap_scale` and capped.
   float cap_scale() const { return scale / softcap; }
   float log2_scale() const { return score_unit() * 1.4426950408889634f; }
   float score_unit() const { return is_capped() ? softcap : scale; }
@@ -69,8 +69,8 @@ bool are_finite(const T* numbers, int64_t count) {
   return sum_of(sums) + rest == 0;
 }
 
-// Values of keys that a query does not see are multiplied by 0, which leaves no trace of finite ones. So a token whose key
-// or value is not finite has a key of NaN, whose score, and what comes of it, is NaN for whoever sees it, and a value of 0.
+// Values of keys that a query does not see are multiplied by 0, which removes finite values only. So a token whose key or
+// value is not finite is stored with a key of NaN, which makes NaN of the outputs that see it, and a value of 0.
 template <typename T>
 void write_new(const Inputs<T, T>& in, int64_t token) {
   const int64_t block = in.slots[token] / in.block_size, offset = in.slots[token] % in.block_size;
@@ -89,7 +89,7 @@ void write_new(const Inputs<T, T>& in, int64_t token) {
   }
 }
 
-// Numbers as they are stored, `stride` apart, and their scale: the largest is the largest that there is.
+// Stores numbers in 8 bits, `stride` apart; returns their scale, by which the largest becomes the format's largest.
 template <typename T, typename S>
 float round_to(const T* numbers, int64_t count, S* to, int64_t stride) {
   constexpr float kLargest = std::is_same_v<S, int8_t> ? 127.0f : 448.0f;
@@ -108,7 +108,7 @@ float round_to(const T* numbers, int64_t count, S* to, int64_t stride) {
   const float divisor = scale > 0 ? scale : std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < count; i += kLanes) {
     Lanes v = piece(i) / divisor;
-    // A scale that is hardly more than 0 has few bits.
+    // A denormal scale has few bits, and its quotients may exceed the format's range.
     v = v > kLargest ? Lanes{} + kLargest : v < -kLargest ? Lanes{} - kLargest : v;
     S rounded[kLanes];
     narrow(v, rounded);

@@ -19,7 +19,7 @@
 #include <arm_neon.h>
 #endif
 
-// Rows of a tile that is two registers wide: its sums, two pieces of what is multiplied and a factor fit the registers.
+// Rows of a tile that is two registers wide: its sums, two registers of a weight and a factor fit the vector registers.
 #if defined(__AVX512F__)
 constexpr int64_t kLanes = 16, kTileRows = 12;
 #elif defined(__AVX2__)
@@ -30,7 +30,7 @@ constexpr int64_t kLanes = 4, kTileRows = 12;
 constexpr int64_t kLanes = 4, kTileRows = 6;
 #endif
 
-// The processor has 16 vector registers, which those of such a tile fill.
+// The processor has 16 vector registers, all of which a tile of 6 rows needs.
 constexpr bool kFewRegisters = kTileRows == 6;
 
 // Matmul kernels (`runtime.checkpoint.config.ARITHMETICS`): float32, or instructions for pairs of bfloat16 or for tiles (AMX) if the
@@ -59,8 +59,8 @@ inline Lanes widen(const at::Half* p) {
 #elif defined(__aarch64__)
   return (Lanes)vcvt_f32_f16(load<float16x4_t>(p));
 #else
-  // The exponent is moved and gets its new bias: of infinity and NaN twice; what is less than normal becomes so, and has
-  // too much taken away again. No number on the way is less than normal, which the processor may take for 0.
+  // The exponent is moved and its bias changed, twice for infinity and NaN. A denormal number is made normal, and what that
+  // adds is subtracted again. No denormal float is computed on the way, which the processor may take for 0.
   const Words half = __builtin_convertvector(load<Halves>(p), Words), bits = (half & 0x7fffu) << 13;
   const Words exponent = bits & 0x0f800000u, moved = bits + 0x38000000u;
   const Words subnormal = (Words)((Lanes)(bits + 0x38800000u) - 0x1p-14f);
@@ -103,7 +103,7 @@ inline Lanes widen(const int8_t* p) {
   return (Lanes)(moved | 0x4b000000u) - 8388736.0f;
 #endif
 }
-// A number less than normal is a normal one that has too much taken away again: see float16. None is NaN.
+// A denormal number is made normal, as for float16 above. No code is taken for NaN.
 inline Lanes widen(const c10::Float8_e4m3fn* p) {
 #if defined(__AVX512F__)
   const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(p)), 7);  // a float16, 256 times too small
@@ -136,7 +136,7 @@ template <typename T>
 inline void widen(const T* from, float* to, int64_t count) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, widen(from + i));
-  if constexpr (std::is_same_v<T, c10::Float8_e4m3fn>) {  // none is NaN, of the last ones neither
+  if constexpr (std::is_same_v<T, c10::Float8_e4m3fn>) {  // the last numbers too are converted without NaN
     T rest[kLanes] = {};
     std::copy(from + i, from + count, rest);
     const Lanes wide = widen(rest);
@@ -146,8 +146,8 @@ inline void widen(const T* from, float* to, int64_t count) {
   }
 }
 
-// Into the second-level cache: the first has few places for requests, which are needed for what is read now. Always inlined:
-// GNU's compiler takes a function that only prefetches for one without effects, and may drop calls of it.
+// Fetches into the second-level cache: the first level has few slots for requests, which current reads need. Always inlined:
+// GNU's compiler believes that a function which only prefetches has no effect, and may drop its calls.
 [[gnu::always_inline]] inline void fetch_line(const void* p) { __builtin_prefetch(p, 0, 2); }
 // Into the first-level cache.
 [[gnu::always_inline]] inline void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }

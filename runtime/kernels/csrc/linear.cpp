@@ -1,5 +1,5 @@
-// Linear layers on the CPU. `pack_linear` lays a weight (N, K) out as the products read it (products.h): (panels, K, 32); in
-// bfloat16 (panels, K / 2, 32, 2), so that both numbers of a pair are multiplied by one instruction where there is one.
+// Linear layers on the CPU. `pack_linear` lays a weight (N, K) out as the products read it (products.h): (panels, K, kPanel);
+// in bfloat16 (panels, K / 2, kPanel, 2), so that one instruction multiplies both numbers of a pair, where there is one.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -27,7 +27,7 @@ std::vector<int64_t> arithmetics() {
   return all;
 }
 
-constexpr int64_t kPackedAtOnce = 64;  // columns of a panel, so that what is written is in the cache until it is whole
+constexpr int64_t kPackedAtOnce = 64;  // columns of a panel: its lines stay in the cache until they are whole
 
 at::Tensor pack_linear(const at::Tensor& weight) {
   const int64_t N = weight.size(0), K = weight.size(1), panels = (N + kPanel - 1) / kPanel;

@@ -3,15 +3,15 @@
 // has a decay of its own (Kimi Team, 2025, https://arxiv.org/abs/2510.26692), and, without `beta`, Mamba-2's recurrence (Dao
 // and Gu, 2024, https://arxiv.org/abs/2405.21060).
 //
-// A head's state is a matrix S that maps keys to values. It is there as of the beginnings of chunks of positions only.
-// Token i of a chunk has key k, query q and the sum g(i) of decays from the chunk's beginning on; what it adds is
+// A head's state is a matrix S that maps keys to values. It is kept for the beginnings of chunks of positions only.
+// Token i of a chunk has key k, query q and the sum g(i) of decays from the chunk's beginning on; it adds
 //   u(i) = beta (v - exp(g(i)) k S - sum over j < i of exp(g(i) - g(j)) (k . k(j)) u(j)),   or v without beta,
 // and its output
 //   o(i) = exp(g(i)) q S + sum over j <= i of exp(g(i) - g(j)) (q . k(j)) u(j).
-// Where decays are of each number, exp(g(i)) stands within q S and k S, and exp(g(i) - g(j)) within the products of keys.
-// Of each token of the last few chunks k, u and g are kept, in the place of its position. The first token of a chunk makes
-// the chunk's state of the state and the tokens of the chunk before. So a number depends on its position and on the tokens
-// before it, and on nothing else; going back to an earlier position undoes nothing.
+// If each number of a key has a decay, exp(g(i)) is a factor within q S and k S, and exp(g(i) - g(j)) within the products of
+// keys. k, u and g of each token of the last few chunks are kept by position. The first token of a chunk computes the chunk's
+// state from the state and the tokens of the chunk before. So a number depends on its position and on the tokens before it,
+// and on nothing else; going back to an earlier position undoes nothing.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
@@ -45,8 +45,8 @@ inline void add_scaled(float* to, float factor, const float* from, int64_t count
   for (; i < count; ++i) to[i] += factor * from[i];
 }
 
-// `rows` rows of out (rows, columns) += x (rows, depth) times matrix (depth, columns), column c and those that fit two
-// registers. Every sum is in the order of depth.
+// Two registers' columns of out (rows, columns) += x (rows, depth) times matrix (depth, columns). Every sum is taken in the
+// order of depth.
 template <int rows>
 inline void add_product_tile(const float* x, int64_t x_row, int64_t x_step, const float* matrix, int64_t depth,
                              int64_t columns, float* out) {
@@ -76,7 +76,7 @@ inline void add_product(const float* x, int64_t x_row, int64_t x_step, int64_t r
       for (int64_t d = 0; d < depth; ++d) out[r * columns + c] += x[r * x_row + d * x_step] * matrix[d * columns + c];
 }
 
-// One head's part of a chunk: its state, and its tokens' keys, what they add, and decays.
+// One head's part of a chunk: its state, and its tokens' keys, additions u, and sums of decays.
 struct Chunk {
   float *state, *keys, *added, *decays;
 
@@ -122,7 +122,7 @@ struct LinearAttention {
     }
   }
 
-  // Makes the chunk's state of all that was before.
+  // Computes the chunk's state from the chunk before.
   void begin(const Chunk& chunk, const Chunk& before) const {
     thread_local std::vector<float> keys;
     keys.resize(chunk_size * key_dim);
@@ -137,7 +137,7 @@ struct LinearAttention {
     add_product(keys.data(), 1, key_dim, key_dim, before.added, chunk_size, value_dim, chunk.state);
   }
 
-  // to = exp(now - then) * from, number by number of a key; without `then` exp(now), and without `from` times 1.
+  // to = exp(now - then) * from, for each number of a key; a missing `then` counts as 0, and a missing `from` as 1.
   void decayed(const float* from, const float* now, const float* then, float* to) const {
     if (num_decays == 1) {
       const float factor = std::exp(then ? *now - *then : *now);
@@ -155,7 +155,7 @@ struct LinearAttention {
     }
   }
 
-  // Tokens of a row, from number `token` on, that are `first` and the next ones of their chunk.
+  // Computes `count` tokens of a row, from number `token` on, which are number `first` and the next of their chunk.
   void compute(const Chunk& chunk, int64_t head, int64_t token, int64_t first, int64_t count) const {
     thread_local std::vector<float> queries, of_state, decayed_keys, decayed_queries;
     queries.resize(chunk_size * key_dim);
@@ -171,7 +171,7 @@ struct LinearAttention {
       float* sums = chunk.decays + (first + i) * num_decays;
       for (int64_t d = 0; d < num_decays; ++d) sums[d] = (first + i ? sums[d - num_decays] : 0.0f) + own[d];
     }
-    // One decay of all numbers is a factor of the product (`compute_token`).
+    // A decay that all numbers share is a factor of the whole product (`compute_token`).
     const float *keys = chunk.keys + first * key_dim, *of_state_queries = queries.data();
     if (num_decays > 1) {
       decayed_keys.resize(count * key_dim), decayed_queries.resize(count * key_dim);

@@ -1,9 +1,9 @@
-// A weight in few bits as its kernels read it: panels as in products.h, each of them group by group in one stream. A group
-// has, for each 4 columns and output, 4 numbers side by side, without sign; then the outputs' scales, and their offsets
-// where there are some. Of 4 bits those of the left register's outputs are the lower halves of bytes. They may be codes: then
-// the 16 numbers that they stand for, plus 128, come first.
+// A weight in few bits as its kernels read it: panels as in products.h, each group by group in one stream. A group has, for
+// each 4 columns and output, 4 numbers side by side, without sign; then the outputs' scales, and offsets if there are any.
+// With 4 bits, the lower halves of bytes are the numbers of the left register's outputs. Numbers may be codes: then the code
+// book, 16 numbers plus 128, comes first.
 //
-//   weight[n, k] = scales[n, g] x (number[n, k] - half) + offsets[n, g]       of e4m3 there is no half
+//   weight[n, k] = scales[n, g] x (number[n, k] - half) + offsets[n, g]       half is 0 for e4m3
 //
 // Groups of a kernel are at most 128 columns, so that tokens can be rounded by them, and padded to a multiple of 4.
 
@@ -23,14 +23,14 @@ struct PackedWeight {
   const uint8_t* data;
   Kind kind;
   int64_t book_bytes;
-  int64_t groups, size, padded, bytes;  // of a group: columns, those with padding, bytes
+  int64_t groups, size, padded, bytes;  // a group's columns, without and with padding, and its bytes
   bool half_scales, has_offsets;
 
   static Kind kind_of(at::ScalarType type) {
     return type == at::kChar ? kInt8 : type == at::kByte ? kInt4 : type == at::kShort ? kCodes : kE4m3;
   }
 
-  // (panels, groups, bytes) of the values' dtype; all else follows from the shape.
+  // `packed` is (panels, groups, bytes) in the values' dtype; everything else follows from its shape.
   PackedWeight(const at::Tensor& packed, int64_t K, int64_t first_byte = 0)
       : data(static_cast<const uint8_t*>(packed.const_data_ptr()) + first_byte), kind(kind_of(packed.scalar_type())),
         book_bytes(kind == kCodes ? kBookSize : 0), groups(packed.size(1)), size(K / groups),
@@ -45,7 +45,7 @@ struct PackedWeight {
     return other;
   }
 
-  // True if tokens of so many bits, of which 0 are none, are rounded before they are multiplied.
+  // True if tokens are rounded to so many bits before they are multiplied; 0 bits: they are not rounded.
   bool takes_integers(int64_t token_bits) const { return token_bits != 0 && kind != kE4m3; }
 
   int64_t value_bytes() const { return padded * kPanel / (kind == kInt4 || kind == kCodes ? 2 : 1); }
@@ -87,7 +87,7 @@ inline Words look_up(const uint8_t* book, Words codes) {
 #endif
 }
 
-// The numbers of 4 columns, of the left register's outputs and of the right one's.
+// Loads the numbers of 4 columns for the left register's outputs and for the right register's.
 template <PackedWeight::Kind kind>
 inline void load_numbers(const uint8_t* values, int64_t k, Words (&to)[2]) {
   if constexpr (kind == PackedWeight::kInt4 || kind == PackedWeight::kCodes) {
@@ -111,7 +111,7 @@ void with_kind(PackedWeight::Kind kind, const Call& call) {
   else call(std::integral_constant<PackedWeight::Kind, PackedWeight::kE4m3>());
 }
 
-// A number as it is, which bfloat16 holds exactly.
+// A stored number without scale, as a float; bfloat16 holds it exactly.
 template <PackedWeight::Kind kind>
 inline Lanes number(Words byte) {
   if constexpr (kind == PackedWeight::kE4m3) {
@@ -124,11 +124,11 @@ inline Lanes number(Words byte) {
   }
 }
 
-// Pair of bfloat16 from the numbers of 4 columns: the first and the third, or the second and the fourth.
+// A pair of bfloat16 from the numbers of 4 columns: the first and the third, or (`first` 1) the second and the fourth.
 template <PackedWeight::Kind kind>
 inline Words pairs_of(Words four, int first) {
 #if defined(__AVX512BW__)
-  if constexpr (kind == PackedWeight::kE4m3) {  // the 8 sizes that are less than normal are looked up
+  if constexpr (kind == PackedWeight::kE4m3) {  // the 8 denormal sizes are looked up
     const __m512i code = first ? _mm512_srli_epi16((__m512i)four, 8) : (__m512i)four;
     const __m512i least = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
     const __mmask32 is_least = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78));
@@ -142,13 +142,13 @@ inline Words pairs_of(Words four, int first) {
   return (Words)number<kind>(one) >> 16 | (Words)number<kind>(other);
 }
 
-// Tokens as the products of floats multiply them by such pairs, (M, groups, columns): of each 4 columns the second and the
-// third are exchanged. A group has a multiple of so many, with zeros behind its own.
+// Tokens in the order of such pairs, (M, groups, columns): in each 4 columns the second and the third are exchanged. A
+// group's columns are filled up with zeros to a multiple of `multiple`.
 template <typename T>
 struct GroupedTokens {
   int64_t columns;
   std::vector<T> numbers;
-  std::vector<float> totals;  // (M, groups): a group's numbers, added, where the weight has offsets
+  std::vector<float> totals;  // (M, groups): sums of the groups' numbers, if the weight has offsets
 
   GroupedTokens(const T* tokens, int64_t M, int64_t multiple, const PackedWeight& weight)
       : columns((weight.size + multiple - 1) / multiple * multiple), numbers(M * weight.groups * columns),
@@ -193,10 +193,10 @@ struct NarrowPanel {
   }
 };
 
-// The weight as the products of floats read it: its numbers as they are, while sums are multiplied by the scales. Groups
-// that have the same ones, as all of an output may, are one sum.
+// The weight as the products of floats read it: its numbers without scales, by which the sums are multiplied. Groups with the
+// same scales, as an output with one scale has, are one sum.
 struct WidenedWeight {
-  static constexpr int64_t kTogether = 2048;  // columns that a second-level cache has room for
+  static constexpr int64_t kTogether = 2048;  // columns that fit a second-level cache
   const PackedWeight& packed;
   int64_t columns;
   const float* totals;

@@ -25,8 +25,8 @@ namespace {
 constexpr int64_t kChunk = 128, kTasksPerThread = 2;
 // Rows per task for few tokens, and for many, for which keys and values are copied into the tile layout.
 constexpr int64_t kFewRowsPerTask = 36, kRowsPerTask = 96;
-// Keys are divided at multiples of this position whatever else is computed: a row's parts, and the order in which they
-// are added up, are a function of its position alone, and so are the bits of its output.
+// Keys are always divided at multiples of this position: a row's parts, and the order in which they are added up, depend on
+// its position alone, and so do its output's bits.
 constexpr int64_t kSplit = 2 * kChunk;
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -37,7 +37,7 @@ inline int64_t chunk_of(int64_t block_size) {
   return std::min(kChunk, std::max(kChunk / block_size, int64_t{1}) * block_size);
 }
 
-// Sequences whose keys lie in the same blocks from share `first` to share `end`, exclusive: they are read once for all.
+// Sequences whose keys lie in the same blocks from share `first` to share `end`, exclusive: these keys are read once for all.
 struct SequenceGroup {
   std::vector<int64_t> members;
   int64_t first, end;
@@ -52,8 +52,8 @@ struct Task {
   int64_t num_shares() const { return group->end - group->first; }
 };
 
-// Calls use(row, g, token) for the rows of one of a task's heads: which of its query heads, and which token, each is of.
-// (Divisions for every row would take longer than to copy it.)
+// Calls use(row, g, token) for the rows of one of a task's KV heads, with the row's query head g and token. (Divisions for
+// every row would take longer than copying it.)
 template <typename T, typename S, typename Use>
 inline void for_rows_of_head(const Inputs<T, S>& in, const Task& task, const Use& use) {
   const std::vector<int64_t>& members = task.group->members;
@@ -73,7 +73,7 @@ struct Share {
   int64_t begin, end;
 };
 
-// Positions of a task's rows, and the keys of its share that some of them see.
+// Positions of a task's rows, and the range of the share's keys that any of the rows sees.
 struct Seen {
   int64_t positions[kRowsPerTask], chunk, first_key, last_key;
 
@@ -86,7 +86,7 @@ struct Seen {
   }
 };
 
-// Calls use(row, head, token) for the rows of a task: which of the query's heads, and which token, each is of.
+// Calls use(row, head, token) for the rows of a task, with the row's query head and token.
 template <typename T, typename S, typename Use>
 inline void for_rows(const Inputs<T, S>& in, const Task& task, const Use& use) {
   for (int64_t head = 0; head < task.num_heads; ++head) {
@@ -97,7 +97,7 @@ inline void for_rows(const Inputs<T, S>& in, const Task& task, const Use& use) {
   }
 }
 
-// A row of a task's query after the other, as numbers of type E; 0 from D to `stride`.
+// Copies a task's query rows one behind the other, as numbers of type E; 0 from D to `stride`.
 template <typename E, typename T, typename S>
 void gather_query(const Inputs<T, S>& in, const Task& task, E* query, int64_t stride) {
   for_rows(in, task, [&](int64_t row, int64_t head, int64_t token) {
@@ -119,7 +119,7 @@ inline void for_blocks(const Inputs<T, S>& in, const Task& task, int64_t start, 
   }
 }
 
-// Scores of one head's rows of a task for a chunk of keys become weights, (rows, kChunk) both.
+// Turns the scores of one head's rows and a chunk of keys into weights, (rows, kChunk) both.
 template <typename E, typename T, typename S>
 void weigh(const Inputs<T, S>& in, const Task& task, const Seen& seen, int64_t head, int64_t start, int64_t num_keys,
            float* scores, E* weights, const Partial& out, int64_t width) {
@@ -159,8 +159,8 @@ template <>
 struct Factor<kTiles> { using Type = Widened; };
 #endif
 
-// Keys and values are read where they lie, or those of one head are copied into floats: for many rows, so that they are
-// widened once, and where they do not lie as vectors want them. The bits are the same.
+// Keys and values are read in place (`direct`), or one head's are copied into floats: for many rows, so that they are widened
+// once, and if vectors cannot read them in place. The bits are the same.
 template <Arithmetic arithmetic, bool direct, typename T, typename S>
 void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Partial& out, int64_t width) {
   using E = typename Factor<arithmetic>::Type;
@@ -179,7 +179,7 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
   gather_query(in, task, query, in.D);
   // Tiles of about equal size: 13 rows are 6 and 7.
   const int64_t num_tiles = (num_rows + kMostRows<arithmetic> - 1) / kMostRows<arithmetic>;
-  // Calls use(rows, first) for the tiles of a head some of whose rows see a key.
+  // Calls use(rows, first) for a head's tiles in which any row sees this key or a later one.
   const auto for_tiles = [&](int64_t key, auto use) {
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int64_t first = tile * num_rows / num_tiles, end = (tile + 1) * num_rows / num_tiles;
@@ -195,7 +195,7 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
   };
   for (int64_t start = seen.first_key; start < seen.last_key; start += seen.chunk) {
     const int64_t num_keys = std::min(seen.chunk, seen.last_key - start), padded = round_up(num_keys, kLanes);
-    // Calls use(k, head, count, block, offset) for what is multiplied at a time.
+    // Calls use(k, head, count, block, offset) for each piece of keys that is multiplied at a time.
     const auto for_pieces = [&](auto use) {
       if constexpr (direct)
         for_blocks(in, task, start, num_keys, [&](int64_t k, int64_t block, int64_t offset, int64_t count) {
@@ -245,7 +245,7 @@ void attend(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Pa
 template <typename T, typename S>
 void attend_in_tiles(const Inputs<T, S>& in, const Task& task, const Seen& seen, const Partial& out, int64_t width) {
   const int64_t num_rows = task.num_rows, depth = round_up(in.D, kTileDepth);
-  struct alignas(64) Line { at::BFloat16 numbers[kTileDepth]; };  // else a tile's rows would lie in two lines each
+  struct alignas(64) Line { at::BFloat16 numbers[kTileDepth]; };  // unaligned, each row of a tile would span two lines
   struct alignas(64) Scores { float of_keys[kChunk]; };
   thread_local std::vector<Line> lines;
   thread_local std::vector<Scores> all_scores;
@@ -281,7 +281,7 @@ void attend_in_tiles(const Inputs<T, S>& in, const Task& task, const Seen& seen,
       weigh(in, task, seen, head, start, num_keys, scores, weights, out, width);
       for_blocks(in, task, start, num_keys, [&](int64_t k, int64_t block, int64_t offset, int64_t count) {
         const S* values = in.value_pool + ((block * in.Hk + pool_head) * in.block_size + offset) * in.Dv;
-        // An odd one out is its own partner, which has a weight of 0: what lies behind it may be anything.
+        // An odd last row is paired with itself, with a weight of 0, since the memory behind it may hold NaN.
         for (int64_t j = 0; j < count; j += 2)
           pair_rows(values + j * in.Dv, values + std::min(j + 1, count - 1) * in.Dv, in.Dv, pairs + (k + j) * width);
       });
@@ -321,12 +321,12 @@ void attend_fastest(const Inputs<T, S>& in, const Task& task, const Share& share
 #if defined(__AVX512BF16__)
   if constexpr (arithmetic == kPairs) return attend<kPairs, true>(in, task, seen, out, width);
 #endif
-  const bool are_many = task.num_rows > 2 * kTileRows && task.num_heads == 1;  // a copy is of one head
+  const bool are_many = task.num_rows > 2 * kTileRows && task.num_heads == 1;  // copies are made head by head
   if (!std::is_same_v<S, float> && are_many) attend<kFloat32, false>(in, task, seen, out, width);
   else attend<kFloat32, true>(in, task, seen, out, width);
 }
 
-// Writes a task's output. A sink adds to the sum of a row's weights, and nothing to its values.
+// Writes a task's output. A sink adds to the sum of a row's weights, and has no value.
 template <typename T, typename S>
 void finish(const Inputs<T, S>& in, const Task& task, const Partial& total, int64_t width) {
   for_rows(in, task, [&](int64_t row, int64_t head, int64_t token) {
@@ -338,7 +338,8 @@ void finish(const Inputs<T, S>& in, const Task& task, const Partial& total, int6
   });
 }
 
-// Groups of sequences that begin with the same blocks: each in at most one, and so that much is read once.
+// Groups of sequences that begin with the same blocks, chosen greedily so that many keys are read once. A sequence is in at
+// most one group.
 template <typename T, typename S>
 std::vector<SequenceGroup> find_prefixes(const Inputs<T, S>& in, int64_t keys_per_share) {
   std::vector<SequenceGroup> groups;
@@ -364,7 +365,7 @@ std::vector<SequenceGroup> find_prefixes(const Inputs<T, S>& in, int64_t keys_pe
   return groups;
 }
 
-// What groups' heads and rows are divided into, at most `rows_per_task` rows each.
+// The tasks into which the groups' heads and rows are divided, at most `rows_per_task` rows each.
 template <typename T, typename S>
 std::vector<Task> tasks_of(const Inputs<T, S>& in, const std::vector<SequenceGroup>& groups, int64_t threads) {
   int64_t all_rows = 0, num_shares = 0;
@@ -395,8 +396,8 @@ std::vector<Task> tasks_of(const Inputs<T, S>& in, const std::vector<SequenceGro
   }
 }
 
-// Calls done(task, total) with the softmax of each task's rows over all its shares. Where these are not a sequence's first,
-// before(task, total) gives the softmax over those before them.
+// Calls done(task, total) with the softmax of each task's rows over all its shares. If these are not the sequences' first
+// shares, before(task, total) gives the softmax over the shares before.
 template <Arithmetic arithmetic, typename T, typename S, typename Before, typename Done>
 void attend_groups(const Inputs<T, S>& in, const std::vector<SequenceGroup>& groups, int64_t keys_per_share,
                    const Before& before, const Done& done) {
@@ -449,8 +450,8 @@ void attend_groups(const Inputs<T, S>& in, const std::vector<SequenceGroup>& gro
   });
 }
 
-// Prefixes that several sequences share are attended first, for all of them. The order in which a row's parts are added up
-// is that of a row alone.
+// Prefixes that several sequences share are attended first, once for all of them. A row's parts are added up in the same order
+// as if it were computed alone.
 template <Arithmetic arithmetic, typename T, typename S>
 void run(const Inputs<T, S>& in) {
   share_range(in.B * in.Q, 64, [&](int64_t begin, int64_t end) {

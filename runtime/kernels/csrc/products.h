@@ -1,10 +1,9 @@
-// Products of tokens and a weight that lies in panels of two registers' outputs, here 32; for any number of tokens, made
-// for few: then a step is reading the weights, and they are read once, in order, as fast as memory gives them. Sums are
-// float32.
+// Products of tokens and a weight that lies in panels of two registers' outputs (32 with AVX-512). They take any number of
+// tokens, and are made for few: then reading the weights is most of a step, and they are read once, in order, as fast as
+// memory gives them. Sums are float32.
 //
 // There are several ways to compute products ("arithmetics"): in float32, by instructions for pairs of bfloat16, and by
-// those for tiles (AMX). Each gives a token the same bits whatever other tokens are computed with it; two of them differ
-// in the last bits.
+// instructions for tiles (AMX). A token's bits do not depend on the other tokens, but arithmetics differ in the last bits.
 
 #pragma once
 
@@ -24,7 +23,7 @@
 #include "tasks.h"
 #include "tiles.h"
 
-// Aligned to cache lines: otherwise each row of a tile would span two of them and load half as fast.
+// Memory aligned to cache lines: otherwise each row of a tile would span two lines and load half as fast.
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
@@ -38,14 +37,14 @@ AlignedBuffer<T> make_aligned(int64_t count) {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kManyTiles = 3, kPanelsTogether = 4;
 
-// Piece of a panel that stays in a cache, as floats, while many tokens are multiplied by it: a short piece in L1 if it fits
-// there together with the tokens, as in 48 KB (measured against panels read in place). An L1 of 32 KB is too small: there a
-// long piece stays in L2, and a tile's sums are loaded less often (measured against short ones). The bits are the same.
+// Floats of the piece of a panel that stays in a cache while many tokens are multiplied by it: a short piece in L1 if it fits
+// there together with the tokens, as in 48 KB (measured against panels read in place). An L1 of 32 KB is too small: then a
+// long piece stays in L2, and a tile's sums are loaded less often (measured against short pieces). The bits are the same.
 constexpr int64_t kShortPiece = 8192, kLongPiece = 32768;
 inline bool has_room_for_pieces() {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
   const int64_t bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
-  return bytes <= 0 || bytes >= 48 << 10;  // some processors do not tell
+  return bytes <= 0 || bytes >= 48 << 10;  // some systems do not tell
 #else
   return true;
 #endif
@@ -55,8 +54,8 @@ inline bool takes_short_pieces = has_room_for_pieces();
 // Tokens whose numbers for a short piece stay in the second-level cache beside their sums.
 constexpr int64_t kRowsInCache = 15 * kPanel;
 
-// Bytes of a panel that are asked for before they are needed: no more than a page, or the processor's own look ahead does
-// not help. Of panels read side by side less where a column is two lines, or where there are four (measured, as the other).
+// Bytes by which a panel is fetched ahead: less than a page, or the processor's own prefetching does not help. Fewer for panels
+// read side by side if a column is two lines, or if there are four panels (all measured).
 constexpr int64_t kAhead = 3072, kAheadOfFour = 1024;
 template <typename T>
 constexpr int64_t kAheadOfTwo = kPanel * sizeof(T) > 64 ? 1024 : kAhead;
@@ -77,15 +76,14 @@ inline const T* from_column(const T* panel, int64_t k) { return panel + k * kPan
 template <typename P>
 inline P from_column(const P& panel, int64_t k) { return panel.from_column(k); }
 
-// Two panels that are read side by side: memory gives a thread more in two streams than in one. Of a pair, or of a column,
-// the second's registers follow the first's; its sums follow all rows' of the first.
+// Two panels that are read side by side: a thread reads two streams faster than one. In a pair or a column the second panel's
+// registers follow the first's; its sums follow the sums of all rows of the first.
 template <typename T>
 struct TwoPanels {
   const T *first, *second;
   TwoPanels from_column(int64_t k) const { return {first + k * kPanel, second + k * kPanel}; }
 };
-// Four, for one token of float16: while it widens, the processor looks less far ahead than where it has products of what it
-// reads.
+// Four panels, for one token of float16: while the processor widens numbers, it prefetches less far ahead by itself.
 template <typename T>
 struct FourPanels {
   const T *first, *second, *third, *fourth;
@@ -100,11 +98,11 @@ constexpr int kRegisters<FourPanels<T>> = 8;
 // Tokens of a tile, whose sums fit the registers.
 template <typename P>
 constexpr int kMostTokens = 2 * kTileRows / kRegisters<P>;
-// Tokens, times the panels that are read side by side, whose numbers need registers too.
+// Most tokens times panels read side by side, since the panels' numbers need registers too.
 constexpr int64_t kMostBeside = kFewRegisters ? 4 : kTileRows;
 
-// Calls use(k, left, right) for the pairs of a panel's columns, each as two registers, in order. All of this is inlined before
-// registers are allocated: sums that a function refers to would not get any.
+// Calls use(k, left, right) for the pairs of a panel's columns, each as two registers, in order. Always inlined: sums that a
+// function refers to would get no registers.
 template <typename Use>
 [[gnu::always_inline]] inline void for_pairs(const at::BFloat16* panel, int64_t depth, const Use& use) {
   for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanel) {
@@ -127,7 +125,7 @@ template <typename P, typename Use>
 // The same for columns, as floats.
 template <typename P, typename Use>
 [[gnu::always_inline]] inline void for_columns(const P& panel, int64_t depth, const Use& use) {
-  for_pairs(panel, depth, [&](int64_t k, auto... words) {  // the first of a pair is the lower half of a word
+  for_pairs(panel, depth, [&](int64_t k, auto... words) {  // a pair's first number is the lower half of a word
     use(k, (Lanes)(words << 16)...);
     use(k + 1, (Lanes)(words & 0xffff0000u)...);
   });
@@ -161,8 +159,8 @@ template <typename T, typename Use>
   }
 }
 
-// A piece of a panel in a cache, widened. It was fetched already, and what comes is best taken in steps of several columns;
-// between two of them nothing may be exchanged, or not all sums get a register.
+// A piece of a panel in a cache, widened. Nothing is fetched ahead, and the loop is fastest unrolled; the barriers keep the
+// compiler from mixing two columns, which would leave some sums without a register.
 struct CachedPiece { const float* columns; };
 template <typename Use>
 inline void for_columns(const CachedPiece& piece, int64_t depth, const Use& use) {
@@ -210,7 +208,7 @@ struct Outputs {
   T* out;
   int64_t stride;
 
-  // The first of them; returns those that are left.
+  // Writes the first `count` rows; returns the rows that are left.
   Outputs write(int64_t count) const {
     const float* from = sums;
     T* to = out;
@@ -230,12 +228,13 @@ inline void write_to_places(const FewRows& part, const float* sums, int64_t widt
     Outputs<T>{sums + r * kPanel, 1, width, out + (part.places ? part.places[r] : part.token + r) * stride, stride}.write(1);
 }
 
-// Each of the three below holds the tokens in the form that it wants, and has
-// add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), of the tokens from `row` on and the columns from
-// `k` on, or sums = where they `start`; State: what a thread keeps from one of these to the next, which is told where the
-// next sums will be written with prepare(), writes those that are finished, and all of them with finish(); with_piece():
-// calls use(panel) with a piece of a panel in the form that it wants, which so many tiles will read; first_row(): where one
-// of the tiles begins into which M rows are divided.
+// Each of the three products below holds the tokens in the form that it wants, and has
+// - add(): sums (rows x kPanel) += x (rows x depth) panel (depth x kPanel), for the tokens from `row` on and the columns from
+//   `k` on; `=` instead of `+=` if they `start`;
+// - State: what a thread keeps from one add() to the next. prepare() is told where the next sums will be written, write()
+//   writes finished sums, now or during the next products, and finish() writes the rest;
+// - with_piece(): calls use(panel) with a piece of a panel in the form that it wants, which `num_tiles` tiles will read;
+// - first_row(): the first row of a tile, of the tiles into which M rows are divided.
 
 // Tiles of about equal size: 13 rows are 6 and 7.
 struct EvenTiles {
@@ -255,16 +254,16 @@ struct EvenTiles {
   static int64_t first_row(int64_t tile, int64_t M) { return tile * M / num_tiles(M); }
 };
 
-// Numbers from one row of M tokens to the next. Rows that lie a multiple of 4,096 bytes apart, as those of 2,048 columns do,
-// have the same few places in the first-level cache, mostly 8: more rows, of which a column is read, push each other out.
-// They are copied to lie a line further apart.
+// Numbers from one row of tokens to the next. Rows a multiple of 4,096 bytes apart, such as 2,048 columns of bfloat16, share
+// the same few places in the first-level cache, mostly 8, and more rows push each other out. Such rows are copied to lie a
+// line further apart.
 template <typename E>
 int64_t stride_of_rows(int64_t M, int64_t K) {
   return std::min(M, kTileRows) > 8 && K * sizeof(E) % 4096 == 0 ? K + 64 / sizeof(E) : K;
 }
 
-// Adds the products of two registers and a factor to sums. Of 16 registers, where a column is widened too, GNU's compiler does
-// not leave each sum in its own if it may choose: then sums wait for each other in memory.
+// Adds the products of two registers and a factor to two sums. With 16 registers, when columns are widened too, GNU's compiler
+// would keep some sums in memory, where they wait for each other; inline assembly leaves it no choice.
 [[gnu::always_inline]] inline void multiply_add(Lanes left, Lanes right, const float* factor, Lanes& left_sum, Lanes& right_sum) {
 #if defined(__FMA__) && !defined(__AVX512F__)
   Lanes one = left_sum, two = right_sum, factors;
@@ -278,8 +277,8 @@ int64_t stride_of_rows(int64_t M, int64_t K) {
 #endif
 }
 
-// Tokens as floats: row by row, or from so many tokens on those of a tile column by column, as they are read. What multiplies
-// them is the same for each dtype that they came in.
+// Tokens as floats: row by row, or for kFewestByColumns tokens and more, column by column within a tile, as they are read. The
+// products are the same for all dtypes of the tokens.
 struct FloatTokens : EvenTiles {
   static constexpr int64_t kFewestByColumns = kFewRegisters ? 4 : (kManyTiles - 1) * kTileRows + 1;
   static constexpr int kFewestOfTile = kFewRegisters ? 3 : kFewestByColumns / kManyTiles;
@@ -329,7 +328,7 @@ struct FloatTokens : EvenTiles {
   }
 };
 
-// Numbers of 16 bits are widened: those of the tokens once, those of a panel as they are read, or for many tokens once.
+// Float32 arithmetic. Numbers of 16 bits are widened: the tokens once, a panel as it is read, or for many tokens once.
 template <typename T>
 struct GemmFp32 : FloatTokens {
   static constexpr bool kWidens = !std::is_same_v<T, float>, kReadsInPlace = false;
@@ -345,7 +344,7 @@ struct GemmFp32 : FloatTokens {
     else for (int64_t m = 0; m < M; ++m) widen(tokens + m * K, own.get() + m * stride, K);
   }
 
-  // A tile's tokens column by column; a line of each at a time, for their rows may share places of the cache.
+  // Copies a tile's tokens column by column, a line of each at a time, since their rows may share places in the cache.
   void lay_out(const T* tokens, int64_t row, int64_t end) {
     constexpr int64_t kLine = 16;
     float lines[kTileRows][kLine], *to = own.get() + row * K;
@@ -447,13 +446,13 @@ struct TileColumns<const at::BFloat16*> {
 };
 
 // A tile register holds 16 rows of 64 bytes: sums of 16 tokens and 16 outputs, or 32 numbers of each of 16 tokens, or 16
-// pairs of columns of 16 outputs, which lie in the panel as the instruction wants them. Four hold the sums of 32 tokens
-// and a panel.
+// pairs of columns of 16 outputs, which lie in the panel as the instruction wants them. Four registers hold the sums of 32
+// tokens and a panel.
 struct GemmAmx {
   static constexpr int64_t kHeight = 16, kWidth = 32, kMostRows = 2 * kHeight;
   static constexpr bool kReadsInPlace = true;
   AlignedBuffer<at::BFloat16> x;  // (blocks of 16 tokens, blocks of 32 columns, 16, 32)
-  AlignedBuffer<float> few;  // (M, K), instead of these
+  AlignedBuffer<float> few;  // (M, K), for few tokens instead of x
   int64_t K, num_blocks;
 
   GemmAmx(const at::BFloat16* tokens, int64_t M, int64_t K) : K(K), num_blocks((K + kWidth - 1) / kWidth) {
@@ -534,8 +533,8 @@ struct GemmAmx {
     if (rest) add(at(row, k + whole), stride, rows, rest, rest, from_column(panel, whole), to, start && !whole, state);
   }
 
-  // The same bits, added up as tiles do (tiles.h). Registers are filled from memory faster than tiles, and for few tokens
-  // that is what is waited for.
+  // The same bits, added up as tiles do (tiles.h). For few tokens most time goes into loading the panel, and vector registers
+  // load faster than tiles.
   template <typename P>
   void add_without_tiles(const float* tokens, int64_t rows, int64_t depth, const P& panel, float* to, bool start) const {
     const FlushDenormals as_tiles_do;
@@ -568,7 +567,7 @@ struct GemmAmx {
     state.template use<B>(rows, width);
     constexpr int64_t kRowBytes = kPanel * sizeof(float);
     float* below = to + kHeight * kPanel;
-    if (start) {  // numbers that were stored just now would have to be waited for
+    if (start) {  // loading sums that were stored just now would have to wait
       _tile_zero(0);
       _tile_zero(1);
       if constexpr (B == 2) _tile_zero(2);
@@ -653,8 +652,8 @@ struct Panels {
   template <typename Product>
   static bool reads_in_place(int64_t K) { return Product::kReadsInPlace && K <= Product::depth(1); }
 
-  // One of so many parts of the piece from a panel's column on: memory gives it while another is multiplied. For few parts
-  // not all of it, because what is asked for at once is waited for.
+  // Fetches one of `parts` parts of the piece from a panel's column k on, while another piece is multiplied. With few parts not
+  // all of the piece is fetched: so many requests at once would have to wait.
   void fetch_piece(int64_t panel, int64_t k, int64_t depth, int64_t part, int64_t parts) const {
     constexpr int64_t kLine = 64 / sizeof(T);
     const T* from = packed + (panel * K + k) * kPanel;
@@ -672,7 +671,7 @@ struct Panels {
   }
 };
 
-// Initial sums of a tile from the outputs' biases, if they have any.
+// Sets a tile's sums to the outputs' biases, or to 0.
 template <typename T>
 inline void start_sums(const T* bias, int64_t width, int64_t rows, float* sums) {
   float initial[kPanel] = {};
@@ -680,7 +679,8 @@ inline void start_sums(const T* bias, int64_t width, int64_t rows, float* sums) 
   for (int64_t r = 0; r < rows; ++r) std::copy_n(initial, kPanel, sums + r * kPanel);
 }
 
-// out = x weight^T + bias of few tokens of each weight, whose sums for so many panels fit where a tile's do: these are a task.
+// out = x weight^T + bias for few tokens of each weight: their sums for `together` panels, which are a task, fit where a
+// tile's sums do.
 template <typename Product, int together, typename T>
 void multiply_few(const T* tokens, const T* weights, std::span<const FewRows> parts, const T* bias, T* out, int64_t K,
                   int64_t N) {
@@ -722,8 +722,8 @@ void multiply_few_of_each(const T* tokens, const T* weights, std::span<const Few
   multiply_few<Product, 2>(tokens, weights, parts, bias, out, K, N);
 }
 
-// The same of any number of tokens, and of a weight that has depth(): of how many columns a piece of a panel is; and
-// with_piece(): calls use(add) with what adds a piece's products to the sums of tokens, which so many tiles will be.
+// The same for any number of tokens, and for a weight that has depth(), the number of columns in a piece of a panel; and
+// with_piece(), which calls use(add) with a function that adds the piece's products to the sums of a tile's tokens.
 template <typename Product, typename T, typename Weight>
 void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int64_t M, int64_t K, int64_t N) {
   if (!M) return;
@@ -734,11 +734,11 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
       return multiply_few_of_each<Product>(tokens, weight.packed, {&all, 1}, bias, out, K, N);
     }
   const Product x(tokens, M, K);
-  // A task is a panel, or of many tokens some panels; or with many threads a part of the tokens of these.
+  // A task is one panel, or for many tokens some panels; with many threads, for a part of the tokens.
   const int64_t together = tiles >= kManyTiles ? kPanelsTogether : 1, groups = (panels + together - 1) / together;
   const int64_t parts = std::clamp<int64_t>((4 * num_threads() + groups - 1) / groups, 1, tiles);
-  // Number of tiles that take a piece of each of these panels in turn. With short pieces, as many as stay in a cache (with
-  // long ones fewer are no faster). If panels are read whole, one, whose outputs for all panels are then written together:
+  // Number of tiles that take a piece of each of these panels in turn: as many as stay in a cache with short pieces (with long
+  // pieces fewer are no faster). One if panels are read whole: its outputs for all panels are then written together, since
   // rows are in different pages, and a TLB miss costs more than the write.
   const int64_t most_tiles = weight.template reads_in_place<Product>(K) ? 1 : kRowsInCache / Product::kMostRows;
   share_tasks(groups * parts, [&](int64_t task) {
@@ -751,7 +751,7 @@ void multiply(const T* tokens, const Weight& weight, const T* bias, T* out, int6
     const int64_t block_rows = block_tiles * Product::kMostRows;
     all_sums.resize(K > most ? together * block_rows : 2 * Product::kMostRows);
     typename Product::State state;
-    int64_t turn = 0;  // a tile's sums lie where those of the one before it, which may wait to be written, do not
+    int64_t turn = 0;  // sums of successive tiles lie in two places: the last tile's may still wait to be written
     for (int64_t block = tile_begin, last; block < tile_end; block = last) {
       last = std::min(block + block_tiles, tile_end);
       const int64_t from = Product::first_row(block, M);

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kHalf = kLanes / 2;
 typedef float HalfLanes __attribute__((vector_size(4 * kHalf)));
-typedef double Doubles __attribute__((vector_size(8 * kHalf)));  // a register: of a longer vector numbers are converted singly
+typedef double Doubles __attribute__((vector_size(8 * kHalf)));  // longer vectors are converted singly
 
 // Sums of numbers in doubles, a sum for each lane.
 struct Sums {
@@ -38,15 +38,15 @@ struct Sums {
 
 struct Rounding {
   float lowest, highest;
-  std::vector<float> factors;  // of the largest number, which the scales to try are
-  bool first_wins;             // of these, unless the scale is so small that float16 has it with few bits
+  std::vector<float> factors;  // the largest number times each of them is a scale to try
+  bool first_wins;             // only the first is tried, unless the scale is denormal in float16
   int64_t refinements;
 
-  // The integers nearest to the numbers; a scale of 0 has zeros.
+  // The integers nearest to x / scale, within the range; zeros for a scale of 0.
   Lanes nearest(Lanes x, float scale) const {
     Lanes q = x / (scale == 0 ? 1.0f : scale);
     q = q < lowest ? Lanes{} + lowest : q > highest ? Lanes{} + highest : q;
-    return (q + 12582912.0f) - 12582912.0f;  // 1.5 x 2^23, beside which floats are integers: of two the even one
+    return (q + 12582912.0f) - 12582912.0f;  // floats near 1.5 x 2^23 are integers: rounds, ties to even
   }
 };
 
@@ -60,7 +60,7 @@ double error_of(const float* x, int64_t count, float scale, const Rounding& roun
   return errors.total();
 }
 
-// The scale of least squares for the integers that this scale gives.
+// The scale of least squared errors for the integers that `scale` gives.
 float fitted(const float* x, int64_t count, float scale, const Rounding& rounding) {
   Sums products, squares;
   for (int64_t k = 0; k < count; k += kLanes) {
@@ -83,7 +83,7 @@ float largest(const float* x, int64_t count) {
   return 0;
 }
 
-// `x` has zeros behind its numbers, up to whole vectors.
+// The scale with the least squared error among those that are tried. `x` is filled up with zeros to whole vectors.
 float best_scale(const float* x, int64_t count, const Rounding& rounding) {
   const float extreme = largest(x, count), step = std::fabs(extreme) / rounding.highest;
   const bool one = rounding.first_wins && (step >= 0x1p-14f || step == 0);
@@ -101,7 +101,8 @@ float best_scale(const float* x, int64_t count, const Rounding& rounding) {
   return best;
 }
 
-// int8 (outputs, inputs), or uint8 with two numbers of 4 bits plus 8 each, the first lower; float16 (outputs, groups).
+// Returns int8 (outputs, inputs), or uint8 (outputs, inputs / 2) with two numbers of 4 bits plus 8, the first in the lower
+// half; and scales, float16 (outputs, groups).
 std::tuple<at::Tensor, at::Tensor> quantize_integers(const at::Tensor& weight, bool is_int4, int64_t group_size,
                                                      at::ArrayRef<double> clips, bool first_wins, int64_t refinements) {
   const int64_t N = weight.size(0), K = weight.size(1), groups = K / group_size;

@@ -1,5 +1,5 @@
-// Linear layers whose weights are in few bits: packed when they are built, then multiplied by tokens as they are, or by
-// tokens that are rounded to 8 or 16 bits.
+// Linear layers whose weights are in few bits: packed once, then multiplied by tokens as they are, or by tokens that are
+// rounded to 8 or 16 bits.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -14,7 +14,7 @@
 
 namespace {
 
-// Columns of a kernel's group: those of the weight's, or the largest part of them that is short enough.
+// Columns of a kernel's group: a weight's group, or its largest divisor of at most kMostColumns.
 int64_t kernel_group_size(int64_t group_size) {
   int64_t columns = std::min(group_size, kMostColumns);
   while (group_size % columns) --columns;
@@ -69,7 +69,7 @@ at::Tensor pack(const at::Tensor& values, const at::Tensor& scales, const std::o
   return packed.view(at::kShort);
 }
 
-// See runtime/checkpoint/quant/weight.py for what is packed.
+// Packs a weight in the form of runtime/checkpoint/quant/weight.py.
 at::Tensor pack_quantized(const at::Tensor& values, const at::Tensor& scales, const std::optional<at::Tensor>& zeros,
                           const std::optional<at::Tensor>& offsets) {
   return pack(values, scales, zeros, offsets, {});
@@ -93,7 +93,7 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const
   return out;
 }
 
-// Rows of a weight without offsets, (ids..., K) in the dtype: the embeddings where a tied output layer has their numbers.
+// Rows (ids..., K) of a weight without offsets, dequantized to the dtype: embeddings that are tied to a quantized output layer.
 at::Tensor quantized_rows(const at::Tensor& ids, const at::Tensor& packed, int64_t num_rows, int64_t K, at::ScalarType dtype) {
   const PackedWeight weight(packed, K);
   TORCH_CHECK(!weight.has_offsets && (weight.kind == PackedWeight::kInt8 || weight.kind == PackedWeight::kInt4),
@@ -133,7 +133,7 @@ at::Tensor quantized_rows(const at::Tensor& ids, const at::Tensor& packed, int64
 
 namespace {
 
-// Calls use(digits, kind), both constants.
+// Calls use(digits, kind) with constants.
 template <typename Use>
 void with_integers(const PackedWeight& weight, int64_t token_bits, const Use& use) {
   dispatch_rows<2>(token_bits / 8, [&](auto digits) {

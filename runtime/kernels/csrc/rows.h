@@ -1,4 +1,4 @@
-// Products of rows of tokens and a packed weight, for what has several weights in one tensor.
+// Products of rows of tokens and a packed weight, for kernels that have several weights in one tensor (experts).
 
 #pragma once
 
@@ -29,15 +29,15 @@ struct Rows {
 void multiply_rows(const void* panels, const Rows& rows, int64_t arithmetic);  // of floats, packed by `pack_linear`
 void multiply_rows(const PackedWeight& weight, const Rows& rows, int64_t arithmetic, int64_t token_bits);
 
-// Few of these rows, and the weight of several in one tensor that they are multiplied by, as an expert's.
+// Few of these rows, and which of the weights in one tensor they are multiplied by: an expert's tokens.
 struct FewRows {
-  int64_t weight_bytes;   // where the weight lies behind the first one
-  int64_t token, count;   // the first of its rows of tokens, which follow one another
-  const int64_t* places;  // of each in the output; none: where they are among the tokens
+  int64_t weight_bytes;   // from the first weight to this one
+  int64_t token, count;   // the first row of tokens, and how many follow one another
+  const int64_t* places;  // each row's place in the output; null: the same as among the tokens
 };
 constexpr int64_t kFewRowsOfFloats = kTileRows / 2, kFewRowsOfIntegers = 32;
 
-// Products of few rows of each of several weights, whose panels are shared among threads all at once: memory is read
-// without a pause between two weights. The bits are those of multiply_rows().
+// Products of few rows with each of several weights. Threads share the panels of all weights at once, so that memory is
+// read without a pause between two weights. The bits are those of multiply_rows().
 void multiply_few_rows(const void* panels, std::span<const FewRows> parts, const Rows& rows, int64_t arithmetic);
 void multiply_few_rows(const PackedWeight& weight, std::span<const FewRows> parts, const Rows& rows, int64_t token_bits);

@@ -1,6 +1,6 @@
-// The tokens that requests choose at positions: a row of logits each, side by side. Greedy: the index of the largest score,
-// the first of equal ones. Sampled: of what the cuts leave, the largest score and noise together. Behind the first token that
-// is not its draft's nothing is chosen.
+// The tokens that requests choose at positions, each of which has a row of logits. Greedy: the index of the largest score, the
+// first of equal ones. Sampled: among the tokens that the cuts leave, the one whose score and noise have the largest sum.
+// Behind a request's first token that differs from its draft, nothing is chosen.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -19,15 +19,15 @@
 
 namespace {
 
-constexpr int64_t kNoNumbers = -1, kNoTokenLeft = -2, kNotAsked = -3;  // in place of a token; `runtime.core.sampling` knows them
+constexpr int64_t kNoNumbers = -1, kNoTokenLeft = -2, kNotAsked = -3;  // in place of a token, also in `runtime.core.sampling`
 
-// Looks at four registers of numbers at a time; only where one is larger than all before, at each of them.
+// The index of the largest number. Four registers are compared at a time, and looked through only if one is larger.
 template <typename T>
 int64_t argmax(const T* row, int64_t size) {
   constexpr int64_t kWide = 4 * kLanes;
   float largest = kNever;
   int64_t best = 0, i = 0;
-  // NaN is larger than any number: a model gone wrong is not to look right.
+  // NaN counts as larger than any number, so that a broken model is noticed.
   const auto look = [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end && !std::isnan(largest); ++j) {
       const float value = static_cast<float>(row[j]);
@@ -46,13 +46,13 @@ int64_t argmax(const T* row, int64_t size) {
   return std::isfinite(largest) ? best : kNoNumbers;
 }
 
-// A token, and its score and noise beyond the largest score.
+// A token, and the sum of its score and noise, less the largest score.
 struct Best {
   double score = kLeastNoise;
   int64_t token = -1;
 };
 
-// An upper bound on the noise is cheaper than the noise; a token that cannot win with it is skipped.
+// The best token of a piece. An upper bound on the noise is cheaper than the noise: tokens that it cannot make win are skipped.
 Best draw(const Scores& scores, const Cut& cut, const Noise& noise, int64_t begin, int64_t end) {
   const float above_equal = std::nextafter(cut.least, kLargestFloat);
   Best best;
@@ -86,7 +86,7 @@ int64_t draw(const Scores& scores, const Cut& cut, uint64_t key) {
   return best.token;
 }
 
-// A row of logits and what its request says of it.
+// A row of logits, and its request's rules for it.
 struct Position {
   const void* logits;
   at::ScalarType dtype;
@@ -106,7 +106,7 @@ auto with_numbers(const void* logits, at::ScalarType dtype, const Use& use) {
   return use(static_cast<const at::Half*>(logits));
 }
 
-// Scores into `scores`; a token's place is 0, or why there is none.
+// Computes the scores; returns 0, or the reason why no token can be chosen.
 int64_t find_scores(const Position& position, Scores& scores) {
   return with_numbers(position.logits, position.dtype, [&](const auto* logits) -> int64_t {
     const auto temperature = static_cast<float>(position.rules.is_greedy ? 1.0 : position.rules.temperature);
@@ -128,7 +128,7 @@ int64_t choose(const Position& position, Room& room) {
   return draw(scores, find_cut(scores, position.rules, room), position.key);
 }
 
-// Positions for `choose_rows`.
+// The positions of all rows, request by request.
 std::vector<Position> positions_of(const at::TensorList rows, const at::Tensor& rules, const at::Tensor& keys,
                                    const at::Tensor& entries, const at::Tensor& bans, const at::Tensor& bounds) {
   std::vector<Position> positions;
@@ -156,15 +156,15 @@ std::vector<Position> positions_of(const at::TensorList rows, const at::Tensor& 
 
 thread_local Room own_room;
 
-// Rows are shared among the threads, or the pieces of each, where there are fewer rows than threads.
+// Threads share the rows, or the pieces of each row if there are fewer rows than threads.
 template <typename Work>
 void for_rows(int64_t num_rows, const Work& work) {
   if (num_rows >= num_threads()) return share_tasks(num_rows, [&](int64_t i) { work(i, own_room); });
   for (int64_t i = 0; i < num_rows; ++i) work(i, own_room);
 }
 
-// Of each row the place in its draft and the request, in the order in which they are chosen: first rows first, one at a time,
-// so that few are begun behind a token that is not the draft's.
+// Each row's place in its draft, and its request, in the order in which tokens are chosen: all requests' first rows first, so
+// that few rows are computed behind a token that differs from its draft.
 std::vector<std::pair<int64_t, int64_t>> rows_in_turn(at::TensorList rows) {
   std::vector<std::pair<int64_t, int64_t>> turns;
   for (int64_t request = 0; request < static_cast<int64_t>(rows.size()); ++request)
@@ -179,9 +179,9 @@ at::Tensor choose_rows(at::TensorList rows, const at::Tensor& rules, const at::T
   const auto num_rows = static_cast<int64_t>(positions.size());
   TORCH_CHECK(draft_tokens.numel() == num_rows, "each row has the token that a draft goes on with, or -1");
   const auto* drafted = draft_tokens.const_data_ptr<int64_t>();
-  std::vector<int64_t> begins{0};  // of the requests' rows
+  std::vector<int64_t> begins{0};  // first row of each request
   for (const at::Tensor& some : rows) begins.push_back(begins.back() + some.size(0));
-  std::vector<std::atomic<int64_t>> ends(rows.size());  // behind the first whose token is not the draft's
+  std::vector<std::atomic<int64_t>> ends(rows.size());  // exclusive, behind the first row whose token differs from the draft
   for (size_t i = 0; i < rows.size(); ++i) ends[i] = begins[i + 1];
   const auto turns = rows_in_turn(rows);
   at::Tensor tokens = at::empty({num_rows}, keys.options());
@@ -206,7 +206,7 @@ at::Tensor choose_rows(at::TensorList rows, const at::Tensor& rules, const at::T
   return tokens;
 }
 
-// (n, vocab) float32 scores that are left, and -inf; and why there are none, or 0.
+// Scores (n, vocab) float32, -inf for cut tokens; and for each row 0, or the reason why no token is left.
 std::tuple<at::Tensor, at::Tensor> scores_of_rows(at::TensorList rows, const at::Tensor& rules, const at::Tensor& keys,
                                                   const at::Tensor& entries, const at::Tensor& bans,
                                                   const at::Tensor& bounds) {
@@ -231,7 +231,7 @@ std::tuple<at::Tensor, at::Tensor> scores_of_rows(at::TensorList rows, const at:
   return {all, why};
 }
 
-// The `num_best` best tokens of scores, the first of equal ones first, and after them some that are never chosen.
+// The `num_best` best tokens, the first of equal ones first; if there are fewer, tokens with a score of -inf follow.
 std::vector<int64_t> find_best(const Scores& scores, int64_t num_best, Room& room) {
   std::vector<int64_t> found;
   const float least =
@@ -248,7 +248,7 @@ std::vector<int64_t> find_best(const Scores& scores, int64_t num_best, Room& roo
   return found;
 }
 
-// Log-probabilities of a token of each row, and (n, num_best) the best tokens and theirs; NaN where logits are wrong.
+// Log-probability of one token in each row, and the best tokens (n, num_best) with theirs; NaN for rows with wrong logits.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> logprobs_of_rows(const at::Tensor& rows, const at::Tensor& tokens,
                                                                 int64_t num_best) {
   TORCH_CHECK(rows.dim() == 2 && rows.stride(1) == 1 && num_best <= rows.size(1), "rows must be contiguous");

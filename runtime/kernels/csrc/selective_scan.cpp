@@ -2,12 +2,12 @@
 // Mamba's selective scan (Gu and Dao, 2023, https://arxiv.org/abs/2312.00752) and, with one number of a channel, the
 // RG-LRU (De et al., 2024, https://arxiv.org/abs/2402.19427).
 //
-// A channel c has numbers h(n). A token with steps t, additions u, a key k and a query q makes of them
+// A channel c has numbers h(n), its state. A token with steps t, additions u, a key k and a query q changes them to
 //   h(n) = exp(t(c) a(n, c)) h(n) + u(c) k(n),
 // and its output is the sum of q(n) h(n) in the order of n. Groups of channels may have keys and queries of their own
-// (Zamba). They are kept as of the beginnings of chunks of positions, and of
-// each token of the last few chunks k, u and t: a step computes them again from its chunk's beginning on, token by token. So
-// a number is the same whatever was computed in one step with it, and going back to an earlier position undoes nothing.
+// (Zamba). A slot has the state before each of the last few chunks of positions, and k, u and t of each of their tokens. A
+// step computes the state again from its chunk's beginning on, token by token. So a number does not depend on the other
+// tokens of its step, and going back to an earlier position undoes nothing.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
@@ -23,7 +23,7 @@
 
 namespace {
 
-// One head's part of a chunk, a head being some channels side by side: their numbers, and of its tokens keys, additions, steps.
+// One head's part of a chunk: the state of its neighbouring channels, and its tokens' keys, additions and steps.
 struct ScannedChunk {
   float *state, *keys, *added, *steps;
 
@@ -72,7 +72,7 @@ struct SelectiveScan {
     }
   }
 
-  // Makes the state before token `count` of a chunk.
+  // Computes the state before token `count` of a chunk.
   void replay(const ScannedChunk& chunk, int64_t count, int64_t head, float* state) const {
     std::copy_n(chunk.state, state_size * width, state);
     for (int64_t i = 0; i < count; ++i) advance(chunk, i, head, state);

@@ -1,7 +1,7 @@
-// Depthwise causal convolution of tokens and of those before them, which are in their sequences' slots
-// (`runtime.core.states`): the input of position p is in place p modulo the slot's length.
+// Depthwise causal convolution of tokens with the tokens before them, whose inputs are in their sequences' slots
+// (`runtime.core.states`): the input of position p is at place p modulo the slot's length.
 //
-// Rows are taken in their order, so that one may go on where another of the same sequence ended. Threads share channels.
+// Rows are taken in order, so that a row may continue the sequence of the row before. Threads share channels.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
@@ -26,7 +26,7 @@ struct ShortConv {
   const int64_t *positions, *slots, *state_slots;
   int64_t B, Q, channels, taps, length;
 
-  // Reads one of `taps` weights of each channel, or the biases, side by side in float32.
+  // Reads the channels' weights in float32, tap by tap, (taps + 1, kConvChannels); the last row are the biases, or 0.
   void read_weights(int64_t begin, int64_t count, std::vector<float>& weights) const {
     weights.assign((taps + 1) * kConvChannels, 0.0f);
     for (int64_t c = 0; c < count; ++c) {
@@ -36,7 +36,7 @@ struct ShortConv {
     }
   }
 
-  // The inputs of a token that is `ago` before token i of row b; null before the first of the sequence.
+  // The inputs of the token `ago` tokens before token i of row b; null before the sequence's first token.
   const T* input_of(int64_t b, int64_t i, int64_t ago) const {
     if (i >= ago) return inputs + (b * Q + i - ago) * channels;
     const int64_t position = positions[b * Q] + i - ago;

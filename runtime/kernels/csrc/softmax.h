@@ -13,7 +13,7 @@ namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// 2 to the power of numbers at most 0, to 2 units in the last place; 0 below -126, and of NaN NaN.
+// 2 to the power of numbers at most 0, to 2 units in the last place; 0 below -126, and NaN for NaN.
 inline Lanes exp2_lanes(Lanes x) {
   const Lanes shifted = x + 12582912.0f;  // rounds to a whole number, which is then in the lowest bits
   const Lanes whole = shifted - 12582912.0f, r = x - whole;
@@ -53,7 +53,7 @@ struct Partial {
   float *maximum, *sums, *weighted;  // (rows), (rows, kLanes), (rows, width)
 };
 
-// The parts of `num_rows` rows in num_rows * (1 + kLanes + width) numbers.
+// The three parts for `num_rows` rows, one behind the other in num_rows * (1 + kLanes + width) numbers.
 inline Partial partial_at(float* numbers, int64_t num_rows) {
   return {numbers, numbers + num_rows, numbers + num_rows * (1 + kLanes)};
 }
@@ -70,8 +70,8 @@ struct Scales {
 };
 
 // Scores of `count` keys become 2 to the power of (score - maximum) * scale, 0 outside begin..end; the partial sums are
-// brought to the same maximum. In 8 bits scores come without their keys' scales, and weights leave with their values'.
-// Those that are capped first become tanh(score * cap_scale). Then each gains what its key's bias is, if there are any.
+// brought to the same maximum. In 8 bits scores come without their keys' scales, and weights leave with their values' scales.
+// Capped scores first become tanh(score * cap_scale). Then each key's bias is added, if there are biases.
 template <bool is_rounded, bool is_capped, typename E>
 [[gnu::noinline]] void exponentiate(float* scores, E* weights, const Scales& scales, const float* biases, int64_t begin,
                   int64_t end, int64_t count, float scale, float cap_scale, const Partial& out, int64_t r, int64_t width) {
@@ -106,10 +106,10 @@ template <bool is_rounded, bool is_capped, typename E>
   store(out.sums + r * kLanes, sum);
 }
 
-// Adds a part of a task, over later keys, to those before it.
+// Adds a part of a task, over later keys, to the total over the keys before.
 [[gnu::noinline]] void add_part(const Partial& total, const Partial& part, int64_t num_rows, int64_t width, float scale) {
   for (int64_t row = 0; row < num_rows; ++row) {
-    // A part without a key. One of NaN scores has no maximum either, but sums, which are NaN.
+    // A part without a visible key. A part with NaN scores has no maximum either, but NaN sums.
     if (part.maximum[row] == kNever && sum_of(load(part.sums + row * kLanes)) == 0) continue;
     const float maximum = std::max(total.maximum[row], part.maximum[row]);
     const float before = std::exp2((total.maximum[row] - maximum) * scale);

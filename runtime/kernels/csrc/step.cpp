@@ -1,5 +1,5 @@
-// A step that is cut into token programs (`runtime/compiler/cutting.py`). Python's other threads need not wait while it is
-// computed, by the kernels' threads and by no other.
+// A step that is cut into token programs (`runtime/compiler/cutting.py`). The kernels' threads alone compute it, and Python's
+// other threads go on meanwhile.
 
 #include <ATen/core/Tensor.h>
 #include <torch/custom_class.h>
@@ -28,8 +28,8 @@ class InStep {
   bool was_alone_;
 };
 
-// Layers of one kind are one program, which is called with the weights of each. Tensors are known by their place: the
-// step's inputs come first, and what the last call gives are the logits.
+// A step is a list of calls of programs. Tensors are known by their place: the step's inputs come first, and the last call's
+// outputs are the step's.
 struct CutStep : torch::CustomClassHolder {
   struct Call {
     std::unique_ptr<const TokenProgram> program;

@@ -4,7 +4,7 @@
 
 #pragma once
 
-constexpr int kFewRows = 4;  // for which tiles are mostly empty
+constexpr int kFewRows = 4;  // tiles of so few rows are mostly empty
 
 #if defined(__AMX_TILE__)
 #include <immintrin.h>
@@ -30,9 +30,8 @@ struct alignas(64) TileShapes {
   }
 };
 
-// A thread's registers, from their first use to the end of this. Shapes are set where they change, because that is waited
-// for. What is in memory by then must be there each time: the instructions' operands do not tell the compiler what they
-// read.
+// A thread's tile registers, from their first use to this object's end. Shapes are set only when they change, because setting
+// them takes time. Each use is a barrier for the compiler: the instructions' operands do not tell it what they read.
 class TileRegisters {
  public:
   void use(const TileShapes& shapes) {
@@ -44,10 +43,10 @@ class TileRegisters {
   ~TileRegisters() { _tile_release(); }
 
  private:
-  TileShapes set_;  // of no rows: none
+  TileShapes set_;  // no rows: nothing is set
 };
 
-// Tiles take numbers less than normal for 0; while one of these lives, so does all else that its thread computes.
+// Tiles take denormal numbers for 0. While this object lives, so does everything else that its thread computes.
 class FlushDenormals {
  public:
   FlushDenormals() { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }

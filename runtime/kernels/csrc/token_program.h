@@ -1,6 +1,6 @@
 // Programs that compute a step token by token (`runtime/compiler/token_program.py`): kernels, which take all tokens at once,
-// and between them blocks of operations on vectors, which a thread carries out for one token after the other. Nothing of it
-// is compiled for a model, and a token's bits do not depend on others: its operations are the same, whatever is beside it.
+// and between them blocks of operations on vectors, which a thread carries out for one token after the other. Nothing is
+// compiled for a model. A token's operations are always the same, so its bits do not depend on the other tokens.
 
 #pragma once
 
@@ -24,10 +24,10 @@ enum class VectorOp : int64_t {
   kSin, kCos, kTanh, kSigmoid, kSilu, kRelu, kSoftplus, kGelu, kGeluTanh, kSum, kMean, kSoftmax, kTopk, kGather, kFloor, kLog,
   kGreater, kUnequal, kScatter, kSelect, kAddArrays, kRmsNorm, kLayerNorm, kRotary, kGateSilu, kGateGelu, kGateGeluTanh
 };
-constexpr VectorOp kFirstOfThree = VectorOp::kSelect;  // operations that read three operands, and all behind it
+constexpr VectorOp kFirstOfThree = VectorOp::kSelect;  // this operation and all behind it read three operands
 
-// Numbers of a token: in its scratch memory, in its row of an array, or a constant's, which all tokens share. Strides are
-// those of three loops.
+// A token's numbers: in its scratch memory, in its row of an array, or in a constant, which all tokens share. There is a
+// stride for each of three loops.
 struct Operand {
   const float* constant = nullptr;
   int64_t offset = 0, strides[3] = {};
@@ -39,9 +39,9 @@ struct VectorCall {
   VectorOp op;
   Rounding rounding;
   int64_t sizes[3];
-  int64_t number;  // an array's, a weight's, a number's, or a count
+  int64_t number;  // index of an array, a weight or a number, or a count (top-k)
   Operand out, a, b, c;
-  bool rounds_within;  // of a group: what it has before the last operation
+  bool rounds_within;  // a group rounds the numbers before its last operation too
 };
 
 // Calls use(out, a, b) with pointers to the innermost rows.
@@ -55,7 +55,7 @@ inline void for_rows(const VectorCall& call, float* scratch, const Use& use) {
           b + i * call.b.strides[0] + j * call.b.strides[1]);
 }
 
-// Few numbers, with a stride: not inlined, where they would be most of what the compiler has to do.
+// Reads or writes few numbers with a stride. Not inlined: copies would be most of the compiler's work.
 [[gnu::noinline]] Lanes lanes_at(const float* p, int64_t stride, int64_t count) {
   Lanes v = Lanes{} + 1.0f;
   for (int64_t k = 0; k < count; ++k) v[k] = p[k * stride];
@@ -65,7 +65,7 @@ inline void for_rows(const VectorCall& call, float* scratch, const Use& use) {
   for (int64_t k = 0; k < count; ++k) p[k * stride] = v[k];
 }
 
-// Rounds some vectors: one branch for all of them.
+// Rounds several vectors with one branch.
 template <int count>
 inline void round_vectors(Lanes (&v)[count], Rounding rounding) {
   switch (rounding) {
@@ -75,8 +75,8 @@ inline void round_vectors(Lanes (&v)[count], Rounding rounding) {
   }
 }
 
-// One function for all elements: the last ones of a row are computed by the same instructions as the others. A number that
-// all elements share is read as a register of it, again and again: one loop instead of four.
+// Applies one function to all numbers: the last numbers of a row are computed by the same instructions as the others. An
+// operand that all numbers share is read from a register filled with it, so that one loop serves instead of four.
 template <typename Function>
 [[gnu::noinline]] void compute(const VectorCall& call, float* scratch, Function function) {
   const int64_t n = call.sizes[2], so = call.out.strides[2], sa = call.a.strides[2], sb = call.b.strides[2];
@@ -156,7 +156,7 @@ inline float round_number(float x, Rounding rounding) {
   return rounding == Rounding::kHalf ? static_cast<float>(static_cast<at::Half>(x)) : x;
 }
 
-// Sums of columns that lie side by side, as of a token's experts: so many at once, each in the order of sum_row.
+// Sums of neighbouring columns, such as the outputs of a token's experts: kLanes at once, each in the order of sum_row.
 template <Rounding rounding>
 [[gnu::noinline]] void sum_columns(const VectorCall& call, float* scratch) {
   const int64_t width = call.sizes[1], n = call.sizes[2], stride = call.a.strides[2];
@@ -191,7 +191,7 @@ inline void softmax_row(float* out, const float* x, int64_t stride, int64_t n, R
   for (int64_t i = 0; i < n; ++i) out[i] = round_number(out[i] / sum, rounding);
 }
 
-// The k largest in falling order, of equal ones the first; their places lie behind all rows' values.
+// The k largest in falling order, of equal numbers the first; `places` gets their indices.
 inline void topk_row(float* values, float* places, const float* x, int64_t stride, int64_t n, int64_t k) {
   thread_local std::vector<int64_t> order;
   order.resize(n);
@@ -216,8 +216,8 @@ struct Memory {
   }
 };
 
-// Calls use(rounding, out, row, of) for each row, where row(operand, of) is an operand's. What is read and what is written
-// are floats, or numbers of the rounding where an array has them.
+// Calls use(rounding, out, row, of) for each row, where row(operand, of) is the operand's row. Scratch memory has floats, and
+// arrays have numbers of the rounding's dtype.
 template <typename Use>
 inline void compute_group(const VectorCall& call, const Memory& memory, const Use& use) {
   const auto for_types = [&](auto rounding, auto out_zero, auto of) {
@@ -290,7 +290,7 @@ class TokenProgram {
                         kLinearAttention, kGatherColumns, kOwnColumns, kOwnEmbeddings, kSelectiveScan,
                         kQuantizedRows };
 
-  // An array that a block of operations writes: for each dimension its size, or -c for c of each token.
+  // An array that a block of operations writes: a dimension is its size, or -c for c rows per token.
   struct Made {
     int64_t array;
     at::ScalarType dtype;
@@ -298,8 +298,8 @@ class TokenProgram {
   };
   struct Stage {
     int64_t kernel;
-    std::vector<int64_t> inputs, outputs, settings;  // arrays; of a kernel what else it takes
-    std::vector<int64_t> released;                    // arrays that nothing behind it reads
+    std::vector<int64_t> inputs, outputs, settings;  // arrays; a kernel's other arguments
+    std::vector<int64_t> released;                    // arrays that no later stage reads
     // Of a block of operations:
     int64_t rows_of, width_of_rows, picked_by, num_floats, cost;
     std::vector<Made> made;
@@ -326,7 +326,7 @@ class TokenProgram {
     return list;
   }
 
-  // Memory that is free early is still in the cache when the next array takes it.
+  // Finds after which stage each array is freed: early, so that the memory is still in the cache when an array reuses it.
   void plan_releases() {
     std::vector<Stage*> last(num_arrays_);
     for (Stage& stage : stages_) {
@@ -382,7 +382,7 @@ class TokenProgram {
     if (place == kArray) operand.array = number, operand.row = next();
   }
 
-  // Constants of vector operations are kept as they are computed with.
+  // Constants of vector operations are kept as floats.
   const float* widened(int64_t number) {
     if (!widened_.at(number).defined()) widened_[number] = weights_[number].to(at::kFloat).contiguous();
     return widened_[number].const_data_ptr<float>();
@@ -403,7 +403,7 @@ class TokenProgram {
         for (const VectorCall& call : stage.calls)
           carry_out(call, arrays.tensors, {arrays.data.data(), scratch.data(), token}, picks ? picks[token] : token);
     };
-    // What is done sooner than shared. More parts than threads: who is late, or has lost its core, does fewer.
+    // Little work is done sooner than shared. There are more parts than threads: a thread that is late does fewer.
     constexpr int64_t kCostOfSharing = 1 << 17, kPartsOfThread = 4;
     if (num_tokens * stage.cost < kCostOfSharing) return compute_tokens(0, num_tokens);
     const int64_t num_parts = std::min(num_tokens, kPartsOfThread * num_threads());
@@ -412,7 +412,7 @@ class TokenProgram {
     });
   }
 
-  // An operation, for the token of that number; of its row in an array that is picked from, `picked` is the number.
+  // Carries out an operation for the token memory.token; `picked` is the token's row in an array that rows are picked from.
   void carry_out(const VectorCall& call, const std::vector<at::Tensor>& arrays, const Memory& memory,
                  int64_t picked) const {
     const int64_t n = call.sizes[2], stride = call.a.strides[2], token = memory.token;
@@ -485,7 +485,7 @@ class TokenProgram {
       case VectorOp::kLog: return compute(call, scratch, [](Lanes a, Lanes b) { return each(a, b, logarithm); });
       case VectorOp::kGreater: return compute(call, scratch, [](Lanes a, Lanes b) { return a > b ? one : Lanes{}; });
       case VectorOp::kUnequal: return compute(call, scratch, [](Lanes a, Lanes b) { return a != b ? one : Lanes{}; });
-      case VectorOp::kScatter:  // into what is there
+      case VectorOp::kScatter:  // the other numbers of `to` stay
         return for_rows(call, scratch, [&](float* to, const float* a, const float* b) {
           const int64_t step = call.out.strides[2];
           for (int64_t i = 0; i < n; ++i) to[static_cast<int64_t>(b[i * call.b.strides[2]]) * step] = a[i * stride];
@@ -559,7 +559,7 @@ class TokenProgram {
       case kShortConv:
         return call_short_conv(in(0), weights_.at(s.at(0)), weight(s.at(1)), in(1), in(2), in(3), in(4));
       case kLinearAttention: {
-        const size_t n = stage.inputs.size();  // with or without the fifth
+        const size_t n = stage.inputs.size();  // 9 with `beta`, 8 without
         at::Tensor output =
             call_linear_attention(in(0), in(1), in(2), in(3), n > 8 ? MaybeTensor(in(4)) : std::nullopt, in(n - 4),
                                   in(n - 3), in(n - 2), in(n - 1), s.at(1), scales_.at(s.at(0)), s.at(2));

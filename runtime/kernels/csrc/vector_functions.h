@@ -9,7 +9,7 @@
 
 namespace {
 
-// Of functions of one number, for a register. Not inlined: it is a call for each number.
+// Applies a function of numbers to each pair of two registers. Not inlined: it is a call for each number anyway.
 template <typename Function>
 [[gnu::noinline]] Lanes each(Lanes a, Lanes b, Function function) {
   for (int k = 0; k < kLanes; ++k) a[k] = function(a[k], b[k]);
@@ -41,7 +41,7 @@ inline Lanes exp_polynomial(Lanes r) {
 // Infinite above 88.72; 0 where numbers are less than normal, or become so.
 inline Lanes exp_lanes(Lanes x) {
 #if defined(__AVX512F__)
-  // Of NaN both give NaN.
+  // Both instructions return NaN for NaN, their second operand.
   const __m512 low = _mm512_max_ps(_mm512_set1_ps(-104.0f), (__m512)x);
   const Lanes high = (Lanes)_mm512_min_ps(_mm512_set1_ps(89.0f), low);
 #else
@@ -54,7 +54,7 @@ inline Lanes exp_lanes(Lanes x) {
 #if defined(__AVX512F__)
   return (Lanes)_mm512_scalef_ps((__m512)y, (__m512)whole);
 #else
-  // In two halves: one alone would be infinite where the result is not yet.
+  // The power is multiplied in two halves: the whole would be infinite for results that are not.
   const Ints power = __builtin_convertvector(whole, Ints), half = power >> 1;
   const Lanes scaled = y * (Lanes)((half + 127) << 23) * (Lanes)((power - half + 127) << 23);
   const Lanes infinite = Lanes{} + std::numeric_limits<float>::infinity();

@@ -1,6 +1,6 @@
 // Groups of operations on vectors that are carried out as one (`runtime/compiler/vector_groups.py`), in fewer passes over
-// memory. Their bits are those of the operations one by one: each number is rounded where it would be, and no product is
-// fused with a sum.
+// memory. Their bits are those of the operations one by one: every intermediate number is rounded, and no product is fused
+// with a sum.
 
 #pragma once
 
@@ -29,7 +29,7 @@ inline Lanes rounded(Lanes v) {
   }
 }
 
-// Keeps the compiler from making one instruction of a product and the sum it goes into, which would round once.
+// Keeps the compiler from fusing a product with the sum that it is added to, which would round once instead of twice.
 inline Lanes product(Lanes a, Lanes b) {
   Lanes v = a * b;
 #if defined(__x86_64__)
@@ -46,7 +46,7 @@ inline Lanes product(Lanes a, Lanes b) {
   return v;
 }
 
-// Calls use(i, count) for each vector of a row: of the last one count may be less than kLanes, and is no constant.
+// Calls use(i, count) for each vector of a row. The count is the constant kLanes, and for the rest of the row a number below.
 template <typename Use>
 inline void for_lanes(int64_t n, const Use& use) {
   int64_t i = 0;
@@ -76,7 +76,7 @@ inline void give(T* p, Lanes v, int64_t count) {
   std::copy_n(part, count, p);
 }
 
-// In kLanes parts, which are added at the end: see sum_row.
+// The sum of a register's numbers, in order, as in `sum_row` (token_program.h).
 inline float total(Lanes parts) {
   float sum = 0;
   for (int64_t k = 0; k < kLanes; ++k) sum += parts[k];
@@ -88,7 +88,7 @@ inline void add_row(Out* out, const In* a, const In* b, int64_t n) {
   for_lanes(n, [&](int64_t i, auto count) { give<rounding>(out + i, take(a + i, count) + take(b + i, count), count); });
 }
 
-// weight * (x / root of the mean square). `w_stride` is 0 if all have one weight.
+// weight * (x / root of the mean square). `w_stride` is 0 if all numbers have the same weight.
 template <Rounding rounding, typename Out, typename In>
 inline void rms_norm_row(Out* out, const In* x, const float* weight, int64_t w_stride, int64_t n, float epsilon,
                          bool rounds_within) {
@@ -121,7 +121,7 @@ inline void layer_norm_row(Out* out, const In* x, const float* weight, const flo
   });
 }
 
-// Rotates each pair of a number of the first half and its like of the second.
+// Rotates pairs: number i of the first half with number i of the second half.
 template <Rounding rounding, typename Out, typename In>
 inline void rotate_row(Out* out, const In* x, const In* cosine, const In* sine, int64_t n) {
   const int64_t half = n / 2;

@@ -168,8 +168,8 @@ def confirm(replayed: Sequence[Replayed], measured: Sequence[Measured]) -> Confi
     """Measurements, beginning with no drafter, and the predictions of replayed candidates for the same prompts.
 
     The machine may be busier or quieter than when its steps were measured, which affects prompts more than steps of one
-    token. So the first steps have a factor, and the others another: the time without a drafter, measured over
-    predicted.
+    token. So the first steps have a factor, and the later steps have a second factor: the time without a drafter,
+    measured over predicted.
     """
     predictions = {one.candidate: one for one in replayed}
     none = measured[0]

@@ -7,19 +7,16 @@ from torch import Tensor
 
 from runtime.model.experts import chosen_product
 from runtime.model.families.family import Family
-from runtime.model.replaced import Replaced, attends_by_ours
+from runtime.model.replaced import OwnForward
 
 
-class DbrxExperts(Replaced):
-    """Experts whose weights are one matrix, one behind the other."""
+class DbrxExperts(OwnForward):
+    """Experts whose weights are stacked in one matrix, [experts x inner size, hidden size]."""
 
     mlp: Any
     num_experts: int
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if not attends_by_ours(self.model_config):
-            output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
-            return output
+    def computed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         gate, up, down = (
             weight.unflatten(0, (self.num_experts, -1)) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2)
         )

@@ -7,13 +7,11 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runtime.model.families.family import Family
-from runtime.model.replaced import Replaced, attends_by_ours, own_module
+from runtime.model.replaced import OwnForward, own_module
 
 
-class DiffLlamaAttention(Replaced):
-    """Attention in which both halves of a layer's values have the same queries and keys, so that they are computed at
-    once, as values of twice the length.
-    """
+class DiffLlamaAttention(OwnForward):
+    """Both halves of a layer's values have the same queries and keys, so they are computed as values twice as long."""
 
     head_dim: int
     scaling: float
@@ -21,9 +19,7 @@ class DiffLlamaAttention(Replaced):
     groupnorm: nn.Module
     o_proj: nn.Linear
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        if not attends_by_ours(self.model_config):
-            return super().forward(hidden_states, **kwargs)
+    def computed(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         query, key, value = (
             getattr(self, name)(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for name in ("q_proj", "k_proj", "v_proj")
@@ -42,9 +38,4 @@ class DiffLlamaAttention(Replaced):
         return product.sum(-1, dtype=torch.float32).exp()
 
 
-FAMILIES = (
-    Family(
-        "diffllama",
-        replaced={"DiffLlamaAttention": DiffLlamaAttention},
-    ),
-)
+FAMILIES = (Family("diffllama", replaced={"DiffLlamaAttention": DiffLlamaAttention}),)

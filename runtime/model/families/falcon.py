@@ -10,9 +10,7 @@ from runtime.model.replaced import Attends, OwnAttentionModel, own_module, taken
 
 
 class FalconAttention(Attends):
-    """Attention that computes the keys and values shared by several query heads once, for old and new architectures
-    alike.
-    """
+    """Attention that computes keys and values once for the query heads that share them, in both architectures."""
 
     query_key_value: nn.Module
     dense: nn.Module

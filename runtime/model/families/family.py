@@ -54,15 +54,11 @@ class Family:
     state. Only such families have layers with a state.
     """
     hands_over: bool = False
-    """True if attention receives a step's paged inputs although transformers' class does not declare a parameter for
-    them.
-    """
+    """True if attention gets a step's paged inputs although transformers' class declares no parameter for them."""
 
     # Classes of transformers
     causal_class: str | None = None
-    """The text model, or the causal language model (`...ForCausalLM`), that transformers does not list as a causal
-    model.
-    """
+    """The text model or causal model (`...ForCausalLM`) that transformers does not list as a causal model."""
     experts_class: str | None = None
     """Name of a class of experts that computes like transformers' interface for experts without being registered."""
     weights_as: str | None = None

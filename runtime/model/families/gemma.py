@@ -10,7 +10,7 @@ from runtime.model.replaced import Replaced, attends_by_ours
 
 
 class SparseLayer(Replaced):
-    """A feed-forward layer that keeps only the largest gates: those far enough above a token's mean."""
+    """A feed-forward layer that keeps only the gates far enough above a token's mean, and makes the others 0."""
 
     activation_sparsity: float
 

@@ -22,9 +22,4 @@ class HrmAttention(Replaced):
             self.layer_idx = own
 
 
-FAMILIES = (
-    Family(
-        "hrm_text",
-        replaced={"HrmTextAttention": HrmAttention},
-    ),
-)
+FAMILIES = (Family("hrm_text", replaced={"HrmTextAttention": HrmAttention}),)

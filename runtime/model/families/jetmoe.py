@@ -8,10 +8,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runtime.model.experts import chosen_product
 from runtime.model.families.family import Family
-from runtime.model.replaced import Replaced, attends_by_ours, own_module
+from runtime.model.replaced import OwnForward, own_module
 
 
-class JetMoe(Replaced):
+class JetMoe(OwnForward):
     """Linear layers of which a router chooses some for each token: in the feed-forward layer, and for the queries."""
 
     input_linear: Any  # of weights (E, outputs, inputs)
@@ -22,9 +22,7 @@ class JetMoe(Replaced):
     bias: Tensor
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers and weights of the chosen linear layers, [tokens, k] each, and the router's logits, from inputs
-        [tokens, C].
-        """
+        """Numbers and weights of the chosen layers, [tokens, k], and the router's logits, from inputs [tokens, C]."""
         logits = self.router.layer(x).float()
         best, chosen = logits.topk(self.router.top_k, dim=1)
         return chosen, best.softmax(1).type_as(x), logits
@@ -37,20 +35,15 @@ class JetMoe(Replaced):
         outputs = self._chosen(self.output_linear, x, chosen) * weights.reshape(-1, 1)
         return (outputs.view(*chosen.shape, -1).sum(1) + self.bias)[None]
 
-    def forward(self, layer_input: Tensor) -> Tensor:
-        if not attends_by_ours(self.model_config):
-            output: Tensor = super().forward(layer_input)
-            return output
+    def computed(self, layer_input: Tensor) -> Tensor:
         x = layer_input.flatten(0, 1)
         chosen, weights, _ = self._route(x)
         first, second = self._chosen(self.input_linear, x, chosen).chunk(2, -1)
         return self._summed(self.activation(first) * second, chosen, weights)
 
 
-class JetMoeAttention(Replaced):
-    """Attention in which the query heads that share a K/V head, one for each chosen expert, lie side by side, so that
-    K/V heads are not repeated.
-    """
+class JetMoeAttention(OwnForward):
+    """Attention whose K/V heads are not repeated: the query heads of each, one for each expert, lie side by side."""
 
     experts: Any
     kv_proj: nn.Linear
@@ -58,9 +51,7 @@ class JetMoeAttention(Replaced):
     top_k: int
     scaling: float
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        if not attends_by_ours(self.model_config):
-            return super().forward(hidden_states, **kwargs)
+    def computed(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         x, cos_and_sin = hidden_states.flatten(0, 1), kwargs.pop("position_embeddings")
         chosen, weights, logits = self.experts._route(x)
         queries = self.experts._chosen(self.experts.input_linear, x, chosen)  # (S x k, Hk x D)
@@ -76,9 +67,4 @@ class JetMoeAttention(Replaced):
         return self.experts._summed(inner, chosen, weights), None, logits
 
 
-FAMILIES = (
-    Family(
-        "jetmoe",
-        replaced={"JetMoeMoE": JetMoe, "JetMoeMoA": JetMoe, "JetMoeAttention": JetMoeAttention},
-    ),
-)
+FAMILIES = (Family("jetmoe", replaced={"JetMoeMoE": JetMoe, "JetMoeMoA": JetMoe, "JetMoeAttention": JetMoeAttention}),)

@@ -4,26 +4,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runtime.model.attention import PagedInputs, Recorded
 from runtime.model.families.family import Family
-from runtime.model.mixers import Mixer
+from runtime.model.mixers import LayerStates, OwnMixer
 
 
-class ShortConv(Mixer):
-    """Forward of `Lfm2ShortConv` and similar modules, for one row of B x Q tokens."""
+class ShortConv(OwnMixer):
+    """Forward of `Lfm2ShortConv` and similar modules."""
 
     in_proj: nn.Linear
     out_proj: nn.Linear
     conv: nn.Conv1d
 
-    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Tensor:
-        if paged is None:
-            output: Tensor = super().forward(hidden_states, **kwargs)
-            return output
+    def mixed(self, hidden_states: Tensor, states: LayerStates, **kwargs: Any) -> Any:
         before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
-        convolved = self.states(paged).convolve(before * x, self.conv.weight.squeeze(1), self.conv.bias)
-        mixed: Tensor = self.out_proj(after * convolved)
-        return mixed
+        return self.out_proj(after * states.convolve(before * x, self.conv.weight.squeeze(1), self.conv.bias))
 
 
 FAMILIES = (

@@ -1,6 +1,4 @@
-"""Llama 4: queries with a temperature, rotation by complex numbers, and experts each of which transformers has compute
-every token.
-"""
+"""Llama 4: queries with a temperature, rotation by complex numbers, and experts that each compute every token."""
 
 from typing import Any
 
@@ -15,9 +13,7 @@ from runtime.model.replaced import Replaced, RotaryOfPairs
 
 
 class _Positions:
-    """Stand-in for the number of cached tokens, to which transformers adds `arange(Q)`: the sum is the positions of all
-    rows.
-    """
+    """Stand-in for the number of cached tokens: adding transformers' `arange(Q)` gives the rows' positions."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
@@ -40,9 +36,7 @@ class _KeepsNothing:
 
 
 class TemperedAttention(Replaced):
-    """Attention in which queries of layers without rotation are multiplied by a temperature that depends on their
-    positions.
-    """
+    """Attention in which queries without rotation are multiplied by a temperature, by their positions."""
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **kwargs: Any) -> Any:
         paged: PagedInputs | Recorded | None = kwargs.get("paged")

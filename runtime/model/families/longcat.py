@@ -7,10 +7,10 @@ from torch import Tensor
 
 from runtime.model.experts import chosen_product
 from runtime.model.families.family import Family
-from runtime.model.replaced import Replaced, attends_by_ours
+from runtime.model.replaced import OwnForward
 
 
-class LongcatExperts(Replaced):
+class LongcatExperts(OwnForward):
     """Experts with weights, followed by experts that return their input."""
 
     gate_up_proj: Tensor
@@ -18,10 +18,7 @@ class LongcatExperts(Replaced):
     num_routed_experts: int
     act_fn: Callable[[Tensor], Tensor]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if not attends_by_ours(self.model_config):
-            output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
-            return output
+    def computed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         product, computes = partial(chosen_product, self.model_config), top_k_index < self.num_routed_experts
         chosen = top_k_index.where(computes, 0).flatten()
         gate, up = product(self.gate_up_proj[: self.num_routed_experts], hidden_states, chosen).chunk(2, -1)

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from runtime.model.attention import PagedInputs, Recorded
 from runtime.model.families.family import Family
-from runtime.model.mixers import Mixer
+from runtime.model.mixers import LayerStates, OwnMixer
 
 
-class LightningAttention(Mixer):
+class LightningAttention(OwnMixer):
     """Forward of `MiniMaxLightningAttention`: linear attention whose decay is a constant for each head.
 
     https://arxiv.org/abs/2405.17381
@@ -33,21 +32,19 @@ class LightningAttention(Mixer):
         self.register_buffer("slopes", self.slopes_of_heads(model.device), persistent=False)
 
     def slopes_of_heads(self, device: torch.device) -> Tensor:
-        """Decay of each head, as from `get_slope_rate`, rounded as in a 16-bit model."""
+        """Decay of each head, like `get_slope_rate`, whose decays a 16-bit model has rounded."""
         factor = 1 - self.layer_idx / (self.num_hidden_layers - 1 + 1e-5) + 1e-5
         exponents = torch.arange(self.num_attention_heads, device=device) + 1
         return 2.0 ** (-8 / self.num_attention_heads * exponents.float()) * factor
 
-    def forward(self, hidden_states: Tensor, *, paged: PagedInputs | Recorded | None = None, **kwargs: Any) -> Any:
-        if paged is None:
-            return super().forward(hidden_states, **kwargs)
+    def mixed(self, hidden_states: Tensor, states: LayerStates, **kwargs: Any) -> Any:
         mixed = self.act_fn(self.qkv_proj(hidden_states))
         mixed = mixed.view(*mixed.shape[:2], -1, 3 * self.head_dim)
-        # A constant, of each token: a step has its tokens' numbers in arrays of their own.
+        # The constant decays, made from the tokens' numbers so that a compiled step computes them for each token.
         own = mixed[..., 0].float()
         decay = torch.where(own > torch.inf, own, -self.slopes)
         parts = (*mixed.chunk(3, dim=-1), decay)
-        attended = self.norm(self.states(paged).attend(parts, 1.0, normalizes=False).flatten(2))
+        attended = self.norm(states.attend(parts, 1.0, normalizes=False).flatten(2))
         return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * attended), None
 
 

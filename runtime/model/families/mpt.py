@@ -1,7 +1,6 @@
 """MPT: each token between query and key lowers the logit (ALiBi)."""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from runtime.model.families.family import Family
-from runtime.model.replaced import Biased, OwnAttentionModel, own_module, taken_from
+from runtime.model.replaced import Biased, OwnAttentionModel, own_module, replace_function, taken_from
 
 
 class MptAttention(Biased):
@@ -21,7 +20,7 @@ class MptAttention(Biased):
 
     def prepare(self, name: str, model: PreTrainedModel) -> None:
         super().prepare(name, model)
-        _mask_anyway(own_module(self))
+        replace_function(own_module(self), "create_causal_mask", _masking_anyway)
 
     def slopes_of_heads(self, device: torch.device) -> Tensor:
         of_last_two: Tensor = own_module(self).build_mpt_alibi_tensor(self.n_heads, 2, device=device)
@@ -38,19 +37,14 @@ class MptAttention(Biased):
         return self.out_proj(self.attended(heads, mask, self.softmax_scale, taken)), None
 
 
-def _mask_anyway(module: Any) -> None:
-    """Give MPT's model a mask, which it expects in another dtype, although attention takes none."""
-    theirs: Callable[..., Tensor | None] = module.create_causal_mask
-    if hasattr(theirs, "or_none"):
-        return
+def _masking_anyway(theirs: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
+    """A function that makes zeros where transformers' makes no mask: MPT's model converts its mask's dtype."""
 
-    @wraps(theirs)
     def create_causal_mask(**kwargs: Any) -> Tensor:
         mask, embedded = theirs(**kwargs), kwargs["inputs_embeds"]
         return embedded.new_zeros(1, 1, 1, 1) if mask is None else mask
 
-    create_causal_mask.or_none = theirs  # type: ignore[attr-defined]
-    module.create_causal_mask = create_causal_mask
+    return create_causal_mask
 
 
 def _added(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -249,7 +249,7 @@ def test_longest_computed_prefix_is_found(texts: list[list[int]], asked: list[in
 
 
 def test_an_admission_looks_at_few_of_many_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At two blocks beside the place of its tokens, where 300 texts are kept: it looked at all of them."""
+    """The two blocks beside the place of its tokens are looked at, of 300; it was all of them."""
     pool = SimulatedPool(BlockManager(400, 4, reuse=True))
     for first in range(300):
         computed(pool, [first, 1, 2])

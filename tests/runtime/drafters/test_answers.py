@@ -62,22 +62,6 @@ def test_the_same_question_takes_the_fewest_steps(mode: Any, llama_engine_dir: P
         assert outputs == ask(llm, QUESTIONS, other, None)[0] and num_drafted, "asked in another way"
 
 
-def test_another_models_answer_is_a_draft(llama_engine_dir: Path) -> None:
-    """Every fifth token of an answer is another: the rest is found again behind it."""
-    with LLM(llama_engine_dir) as llm:
-        expected, _, _ = ask(llm, QUESTIONS, GREEDY)
-        opened = llm.session(OLD_ANSWERS, "fixed").opened
-        assert opened is not None
-        (answers,) = opened.pools
-        assert isinstance(answers, Answers)
-        for question, output in zip(QUESTIONS, expected, strict=True):
-            changed = [token if i % 5 != 2 else (token + 1) % 30 for i, token in enumerate(output)]
-            answers.clear()
-            answers.add(None, answer_of(question, changed))
-            again, num_steps, num_drafted = ask(llm, [question], GREEDY)
-            assert again == [output] and num_drafted and num_steps < NUM_TOKENS
-
-
 def answer_of(prompt: list[int], output: list[int], **sampling: Any) -> Answer:
     request = Request(0, tuple(prompt), len(output), sampling=SamplingConfig(**sampling))
     sequence = Sequence(request, [*prompt, *output])

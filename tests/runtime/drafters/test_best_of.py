@@ -1,11 +1,12 @@
 """Lookups and a model that drafts for itself: what is worth more is sent, and lookups save the model steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drafting import LOOPS, Recorded, run
 from tiny import VOCAB_SIZE, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
@@ -19,9 +20,7 @@ from runtime.drafters.draft_target import SelfDraft
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
-from runtime.loop import orchestrator, scheduler
 
-LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
 NUM_NEW_TOKENS, DRAFT_LEN = 24, 6
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in range(5)]
 SAMPLED = SamplingConfig(temperature=0.7, top_k=0, top_p=0.95, random_seed=5)
@@ -64,20 +63,6 @@ class Guesser:
         """Nothing is kept."""
 
 
-class Counted:
-    """A drafter, and how often it was asked for each sequence."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.num_asked = drafter, 0
-
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        self.num_asked += len(sequences)
-        return self.drafter.propose(sequences, max_draft_len)
-
-    def forget(self, request_id: int) -> None:
-        self.drafter.forget(request_id)
-
-
 def choosing(lookup: Drafter, drafter: SelfDraft, own_s: float, counted: Drafter | None = None) -> BestOf:
     """Choose between a lookup and the copy: a step of the target takes a second, and one of the copy's `own_s`."""
     model = DraftingModel(counted or drafter, DRAFT_LEN, lambda batch, context: own_s, drafter)
@@ -89,9 +74,7 @@ def make_requests(sampling: SamplingConfig = SamplingConfig()) -> list[Request]:
 
 
 def answer(engine: Engine, loop: str, requests: list[Request], drafter: Drafter | None) -> list[Sequence]:
-    steps = LOOPS[loop](engine, requests, drafter, DRAFT_LEN if drafter else 0)
-    finished = {sequence.request.id: sequence for sequence, _ in steps if sequence.finish_reason is not None}
-    return [finished[request.id] for request in requests]
+    return run(engine, loop, requests, drafter, DRAFT_LEN)
 
 
 def texts_of(model: PreTrainedModel) -> dict[int, list[int]]:
@@ -113,8 +96,7 @@ def count_copy(engine: Engine) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("use_logits", [False, True])
-@pytest.mark.parametrize("num_right", [0, 2, 6])
+@pytest.mark.parametrize(("num_right", "use_logits"), [(0, False), (2, True), (6, False)])
 def test_suggestions_change_no_draft_and_save_steps(
     num_right: int, use_logits: bool, engine: Engine, model: PreTrainedModel, count_copy: list[int]
 ) -> None:
@@ -193,11 +175,11 @@ def test_lookups_in_the_midst_of_a_draft_save_the_copy_steps(
 def test_a_lookup_that_is_always_right_is_sent_as_it_is(engine: Engine, model: PreTrainedModel) -> None:
     """However short its match: after a few times it is known what such matches are worth."""
     drafter = SelfDraft(engine, use_logits=False)
-    counted = Counted(drafter)
+    counted = Recorded(drafter)
     chain = choosing(Guesser(texts_of(model), 9, match_len=1), drafter, 0.2, counted)
     sequences = answer(engine, "orchestrator", make_requests(), chain)
     assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 80
-    assert counted.num_asked <= 6
+    assert len(counted.proposals) <= 6
 
 
 @pytest.mark.parametrize(("match_len", "most"), [(1, 1), (20, 6)])
@@ -247,22 +229,22 @@ def test_what_was_drawn_is_sent_whatever_it_is_worth() -> None:
 def test_the_better_of_two_models_is_asked(engine: Engine, model: PreTrainedModel) -> None:
     """The first drafts what is wrong, the second as the target: a few drafts tell. Nobody asks the other then."""
     texts = texts_of(model)
-    counted = [Counted(Guesser(texts, 0, match_len=0)), Counted(Guesser(texts, 9, match_len=0))]
+    counted = [Recorded(Guesser(texts, num_right, match_len=0)) for num_right in (0, 9)]
     models = [DraftingModel(one, DRAFT_LEN, lambda batch, context: 0.05) for one in counted]
     chain = BestOf([], models, lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
     sequences = answer(engine, "orchestrator", make_requests(), chain)
     assert {s.request.id: s.output_tokens for s in sequences} == texts
-    assert counted[0].num_asked <= 5 < counted[1].num_asked
+    assert len(counted[0].proposals) <= 5 < len(counted[1].proposals)
 
 
 def test_a_dear_model_is_asked_only_where_nothing_was_found() -> None:
-    asked = Counted(Guesser({0: [2], 1: [2]}, 9, match_len=0))
+    asked = Recorded(Guesser({0: [2], 1: [2]}, 9, match_len=0))
     dear = DraftingModel(asked, DRAFT_LEN, lambda batch, context: 9.0)
     found = Guesser({0: [1, 1], 1: []}, 9, match_len=2)
     chain = BestOf([found], [dear], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
     sequences = [Sequence.start(Request(i, (5, 6), 9)) for i in range(2)]
     assert [draft.tokens for draft in chain.propose(sequences, 4)] == [[1, 1], [2]]
-    assert asked.num_asked == 1
+    assert len(asked.proposals) == 1
 
 
 @pytest.mark.parametrize(("token_s", "draft_s"), [(0.0, 0.0), (0.05, 0.3), (1.0, 1.0)])

@@ -71,17 +71,6 @@ def test_the_draft_of_the_longest_match_is_taken() -> None:
     assert drafts[4].probs is not None
 
 
-def test_member_asked_now_and_then_keeps_up() -> None:
-    """The second reads what it was not asked about when it is."""
-    first, lookup = Recorder({0: Draft([9])}), NgramLookup(2)
-    chain, sequence = FirstOf([first, lookup]), start(0, (1, 2))
-    for token in (3, 4, 1):
-        assert chain.propose([sequence], 4)[0].tokens == [9]
-        sequence.tokens.append(token)
-    first.drafts = {}
-    assert chain.propose([sequence], 3)[0].tokens == [2, 3, 4]
-
-
 class Ahead(Picky):
     def look_ahead(self, sequence: Sequence, drafted: list[int], max_draft_len: int) -> Draft:
         return Draft([*drafted, 9], match_len=len(drafted)).cut(max_draft_len)

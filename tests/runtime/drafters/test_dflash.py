@@ -1,7 +1,6 @@
 """Heads that draft a block in one pass: DFlash, DSpark and P-EAGLE."""
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,12 +57,6 @@ def engine_dir(model: PreTrainedModel, head_dir: Path, make_engine_dir: Any) -> 
     return directory
 
 
-@pytest.fixture
-def engine(engine_dir: Path) -> Iterator[Engine]:
-    with Engine.open(engine_dir) as opened:
-        yield opened
-
-
 class States:
     """Hidden states of beginnings of texts, the longest computed once."""
 
@@ -100,10 +93,12 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "DSpark, gated": ({"markov": "gated", "anchor": True}, "dspark"),
     "DSpark without a Markov head": ({"anchor": True, "confidence": True}, "dspark"),
 }
+OFTEN = ("DFlash, windows", "DSpark, behind the anchor")
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=() if form in OFTEN else pytest.mark.slow) for form in FORMS]
+)
 def test_drafts_are_the_formulas(form: str, model: PreTrainedModel, tmp_path: Path, make_engine_dir: Any) -> None:
     settings, saved_as = FORMS[form]
     head = make_block(model, **settings)
@@ -113,7 +108,7 @@ def test_drafts_are_the_formulas(form: str, model: PreTrainedModel, tmp_path: Pa
     with Engine.open(engine_dir, **SMALL) as engine:
         dflash = drafter(engine, directory)
         assert answer(engine, "leader", make_requests(), dflash) == expected(model)
-        check_drafts(dflash.seen, head, model, 120)
+        check_drafts(dflash.seen, head, model, 80)
 
 
 def test_the_formula_is_transformers(model: PreTrainedModel) -> None:
@@ -173,7 +168,7 @@ def test_ids_that_are_chosen_for_drafts(model: PreTrainedModel, tmp_path: Path, 
     cut = {"lm_head.weight": output[own], "d2t": own - torch.arange(len(own))}
     if head.markov:
         cut["markov_head.markov_w2.weight"] = head.tensors["markov_head.markov_w2.weight"][own]
-    check_drafts(dflash.seen, replace(head, tensors=head.tensors | cut), model, 120)
+    check_drafts(dflash.seen, replace(head, tensors=head.tensors | cut), model, 80)
 
 
 def test_parallel_eagle(model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
@@ -186,52 +181,40 @@ def test_parallel_eagle(model: PreTrainedModel, tmp_path: Path, make_engine: Any
     engine = make_engine(model, hidden_states=eagle.states)
     parallel = drafter(engine, directory)
     assert answer(engine, "leader", make_requests(), parallel) == expected(model)
-    assert sum(len(draft) for _, draft in parallel.seen) >= 120
+    assert sum(len(draft) for _, draft in parallel.seen) >= 80
     states_of = States(model, eagle.states)
     for tokens, draft in some(parallel.seen):
         assert draft == peagle_drafts(eagle, 30, model, tokens, len(draft), states_of(tokens[:-1])), tokens
 
 
-# Name -> (changes of its config, changes of its tensors, what is said).
-BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
-    "width": ({"hidden_size": 64}, {}, "hidden size of 64"),
-    "vocabulary": ({"vocab_size": 64}, {}, "vocabulary of 64"),
-    "layers": ({"num_target_layers": 36}, {}, "of 36, and the target has 6 layers"),
-    "ids": ({"dflash_config": {"mask_token_id": 31, "target_layer_ids": [0, 9]}}, {}, "target has 6 layers"),
-    "no ids": ({"dflash_config": {"mask_token_id": 31}}, {}, "not a list of layers"),
+# Name -> (changes of its config, what is said). What all heads are refused for stands in `test_eagle.py`.
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"num_target_layers": 36}, "of 36, and the target has 6 layers"),
+    "ids": ({"dflash_config": {"mask_token_id": 31, "target_layer_ids": [0, 6]}}, "target has 6 layers"),
+    "no ids": ({"dflash_config": {"mask_token_id": 31}}, "not a list of layers"),
     "no mask": (
         {"dflash_config": {"target_layer_ids": [0, 2, 4]}},
-        {},
         "mask_token_id` must be a whole number: None",
     ),
     "mask outside": (
         {"dflash_config": {"mask_token_id": 32, "target_layer_ids": [0, 2, 4]}},
-        {},
         "vocabulary of 32: 32",
     ),
-    "block of none": ({"block_size": 0}, {}, "block_size` must be a whole number of at least 1: 0"),
-    "block of one": ({"block_size": 1}, {}, "leaves no slot to draft: 1"),
-    "no numbers": ({}, {"norm.weight": torch.full((32,), torch.inf)}, "32 of 32 numbers of `norm.weight` are NaN"),
-    "fc": ({}, {"fc.weight": torch.zeros(32, 64)}, "fc.weight is [32, 64], and should be [32, 96] by its config"),
-    "layers that are not there": (
-        {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
-        {},
-        "lacks 11 of its weights, such as layers.2",
-    ),
-    "Domino": ({"projector_type": "domino"}, {}, "with Domino's correction are not supported"),
-    "recurrent": ({"markov_head_type": "rnn"}, {}, "a Markov head of the type 'rnn' are not supported"),
-    "DFlash 2": ({"speculators_model_type": "dflash2"}, {}, "not supported, DFlash 2"),
+    "block of none": ({"block_size": 0}, "block_size` must be a whole number of at least 1: 0"),
+    "block of one": ({"block_size": 1}, "leaves no slot to draft: 1"),
+    "Domino": ({"projector_type": "domino"}, "with Domino's correction are not supported"),
+    "recurrent": ({"markov_head_type": "rnn"}, "a Markov head of the type 'rnn' are not supported"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_heads_are_one_sentence(case: str, engine: Engine, head: Block, tmp_path: Path) -> None:
-    config, tensors, said = BAD[case]
-    save_block(head, tmp_path, "z-lab", tensors=tensors, **config)
-    with pytest.raises(SpecDecError) as error:
-        drafter(engine, tmp_path)
-    assert said in error.value.message and "\n" not in error.value.message
-    assert error.value.hint and not engine._heads
+def test_bad_heads_are_one_sentence(engine_dir: Path, head: Block, tmp_path: Path) -> None:
+    with Engine.open(engine_dir) as engine:
+        for case, (config, said) in BAD.items():
+            directory = save_block(head, tmp_path / case, "z-lab", **config)
+            with pytest.raises(SpecDecError) as error:
+                drafter(engine, directory)
+            assert said in error.value.message and "\n" not in error.value.message
+            assert error.value.hint and not engine._heads
 
 
 def test_layers_are_made_without_memory(head_dir: Path) -> None:

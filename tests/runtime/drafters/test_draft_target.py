@@ -6,12 +6,13 @@ Whatever the target makes of a draft: where the two part, the draft engine's cac
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drafting import Recorded, check_idle, outputs, run
 from sentences import Said
 from tiny import VOCAB_SIZE, eager_logits, forward, hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
@@ -28,7 +29,7 @@ from runtime.util.errors import SpecDecError
 
 # float32 against float32: the logits are of the order of 10, and sums are taken in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
-NUM_NEW_TOKENS = 24
+NUM_NEW_TOKENS = 18
 DRAFT_LEN = 5
 PROMPTS = [
     tuple(repetitive_prompt(i, 6 + 5 * i, vocab_size=20)) for i in range(4)
@@ -97,42 +98,14 @@ def make_requests(num_requests: int, sampling: SamplingConfig = GREEDY, **settin
     ]
 
 
-def check_idle(engine: Engine) -> None:
-    engine._blocks.check_integrity()
-    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
-
-
-@dataclass
-class Recorded:
-    """Passes proposals on and keeps them with what they were for."""
-
-    drafter: Drafter
-    proposals: list[tuple[list[int], int, Draft]] = field(default_factory=list)  # tokens, num_remaining, draft
-
-    def propose(self, sequences: list[Sequence], max_draft_len: int) -> list[Draft]:
-        before = copy.deepcopy(sequences)
-        drafts = self.drafter.propose(sequences, max_draft_len)
-        assert sequences == before
-        self.proposals += [(list(s.tokens), s.num_remaining, d) for s, d in zip(sequences, drafts, strict=True)]
-        return drafts
-
-    def forget(self, request_id: int) -> None:
-        self.drafter.forget(request_id)
-
-
 def finish(target: Engine, requests: list[Request], drafter: Drafter | None) -> list[Sequence]:
-    """Generate; sequences come in the order of the requests, and both engines end with nothing held."""
-    finished = [s for s, _ in generate(target, requests, drafter, DRAFT_LEN) if s.finish_reason is not None]
-    check_idle(target)
+    """Generate; both engines end with nothing held."""
+    finished = run(target, "orchestrator", requests, drafter, DRAFT_LEN)
     inner = drafter.drafter if isinstance(drafter, Recorded) else drafter
     if isinstance(inner, DraftModel):
         assert inner._draft_sequences == {}
         check_idle(inner.engine)
-    return sorted(finished, key=lambda sequence: sequence.request.id)
-
-
-def texts(sequences: list[Sequence]) -> list[list[int]]:
-    return [sequence.output_tokens for sequence in sequences]
+    return finished
 
 
 def acceptance(sequences: list[Sequence]) -> tuple[int, int]:
@@ -149,9 +122,9 @@ def test_same_weights_accept_everything(sampling: SamplingConfig, use_logits: bo
     """Both sides apply the request's settings to the same prefix, and where tokens count draw the same number."""
     drafter = DraftModel(open_engine("same"), VOCAB_SIZE, use_logits=use_logits)
     sequences = finish(open_engine("target"), make_requests(3, sampling), drafter)
-    assert acceptance(sequences) == (60, 60)
+    assert acceptance(sequences) == (45, 45)
     if not use_logits:
-        assert texts(sequences) == texts(finish(open_engine("target"), make_requests(3, sampling), None))
+        assert outputs(sequences) == outputs(finish(open_engine("target"), make_requests(3, sampling), None))
 
 
 # -- The draft engine's cache --
@@ -219,7 +192,7 @@ def test_rejected_draft_leaves_no_trace_in_the_draft_engine(
     """
     chance = random.Random(seed)
     drafter = DraftModel(open_engine(draft), VOCAB_SIZE, use_logits=False)
-    rows, sequence = record_forwards(drafter.engine), Sequence.start(Request(0, PROMPTS[1], 40))
+    rows, sequence = record_forwards(drafter.engine), Sequence.start(Request(0, PROMPTS[1], 30))
     num_undrafted, accepted = 0, set()
     while sequence.num_remaining > 0:
         num_forwards, max_draft_len = len(rows), chance.choice([4, 4, 4, 4, 1, 0, None])
@@ -289,7 +262,7 @@ def test_batch_larger_than_the_draft_engines_is_drafted_in_parts(
     drafter = DraftModel(open_engine("narrow"), VOCAB_SIZE, use_logits=True)
     rows = record_forwards(drafter.engine)
     sequences = finish(open_engine("target"), requests, drafter)
-    assert texts(sequences) == [hf_greedy(models["target"], list(r.prompt_tokens), NUM_NEW_TOKENS) for r in requests]
+    assert outputs(sequences) == [hf_greedy(models["target"], list(r.prompt_tokens), NUM_NEW_TOKENS) for r in requests]
     assert {len(batch) for batch in rows} >= {2} and max(len(batch) for batch in rows) == 2
     assert [sequence.stats.per_step_drafted[0] for sequence in sequences] == [DRAFT_LEN] * 4
 
@@ -310,9 +283,9 @@ def test_draft_model_of_another_vocabulary_drafts_what_both_know(
     rows = record_forwards(drafter.drafter.engine)
     sequences = finish(open_engine("target"), requests, drafter)
     if sampling.is_greedy or not use_logits:
-        assert texts(sequences) == texts(finish(open_engine("target"), requests, None))
+        assert outputs(sequences) == outputs(finish(open_engine("target"), requests, None))
     if sampling == GREEDY:
-        assert texts(sequences) == [
+        assert outputs(sequences) == [
             hf_greedy(models["target"], list(r.prompt_tokens), NUM_NEW_TOKENS) for r in requests
         ]
     assert 0 < acceptance(sequences)[0] < acceptance(sequences)[1]
@@ -344,7 +317,7 @@ def test_draft_model_with_no_token_left_drafts_no_further(
     requests = make_requests(2, banned)
     drafter = DraftModel(open_engine("smaller"), VOCAB_SIZE, use_logits=use_logits)
     sequences = finish(open_engine("target"), requests, drafter)
-    assert texts(sequences) == texts(finish(open_engine("target"), requests, None))
+    assert outputs(sequences) == outputs(finish(open_engine("target"), requests, None))
 
 
 # -- Where drafts end --
@@ -360,7 +333,7 @@ def test_draft_ends_at_an_end_id(
     is_drawn = use_logits and not sampling.is_greedy
     drafter = DraftModel(open_engine("other"), VOCAB_SIZE, use_logits=use_logits)
     num_ended = 0
-    for i in range(24):
+    for i in range(12):
         prompt = tuple(repetitive_prompt(i, 6))
         (draft,) = drafter.propose([Sequence.start(Request(i, prompt, 20, end_ids, sampling=sampling))], 6)
         drafter.forget(i)
@@ -374,7 +347,7 @@ def test_draft_ends_at_an_end_id(
             assert positions == []
         if is_ended and sampling.is_greedy:
             assert hf_greedy(models["other"], list(prompt), len(draft.tokens) + 1)[-1] in end_ids
-    assert 3 < num_ended < 24
+    assert 2 < num_ended < 12
 
 
 # -- What is refused --

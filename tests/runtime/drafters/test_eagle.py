@@ -1,6 +1,6 @@
 """A trained drafter drafts what its formula says, changes no token, and is found again with the target's own K/V."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import outputs, run
 from heads import Eagle, eagle_drafts, eagle_logits, hidden_states, make_eagle, save_eagle, some
 from safetensors.torch import load_file
 from tiny import hf_greedy, make_model, repetitive_prompt
@@ -22,11 +23,9 @@ from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.head_draft import HeadDraft, open_head
 from runtime.drafters.heads.head_config import is_head, read_head
 from runtime.engine.engine import Engine, KVCacheConfig
-from runtime.loop import orchestrator, scheduler
 from runtime.util.errors import SpecDecError
 
-LOOPS: dict[str, Callable[..., Any]] = {"orchestrator": orchestrator.generate, "leader": scheduler.generate}
-DRAFT_LEN, NUM_NEW_TOKENS = 4, 24
+DRAFT_LEN, NUM_NEW_TOKENS = 4, 16
 STATES = (2, 3, 3)
 PROMPTS = [tuple(repetitive_prompt(i, 6 + 5 * i)) for i in (0, 2, 4)]
 GREEDY = SamplingConfig()
@@ -60,7 +59,7 @@ def engine(engine_dir: Path) -> Iterator[Engine]:
         yield opened
 
 
-SMALL: dict[str, Any] = {"kv_cache": KVCacheConfig(max_tokens=100), "max_num_tokens": 8}
+SMALL: dict[str, Any] = {"kv_cache": KVCacheConfig(max_tokens=84), "max_num_tokens": 8}
 """Room for two of the three requests; a prompt of 26 tokens is computed eight at a time, by the head too."""
 
 
@@ -95,13 +94,7 @@ def make_requests(sampling: SamplingConfig = GREEDY) -> list[Request]:
 
 
 def answer(engine: Engine, loop: str, requests: list[Request], drafter: Any) -> list[list[int]]:
-    finished = {}
-    for sequence, _ in LOOPS[loop](engine, requests, drafter, DRAFT_LEN if drafter else 0):
-        if sequence.finish_reason is not None:
-            finished[sequence.request.id] = sequence
-    engine._blocks.check_integrity()
-    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
-    return [finished[request.id].output_tokens for request in requests]
+    return outputs(run(engine, loop, requests, drafter, DRAFT_LEN))
 
 
 def check_drafts(seen: list[tuple[list[int], list[int]]], head: Eagle, model: PreTrainedModel, least: int) -> None:
@@ -126,7 +119,7 @@ def test_drafts_are_the_formulas_and_output_hugging_faces(
     engine = make_engine(model, hidden_states=STATES, compiler="aot")
     eagle = drafter(engine, head_dir)
     assert answer(engine, "orchestrator", make_requests(), eagle) == expected(model)
-    check_drafts(eagle.seen, head, model, 120)
+    check_drafts(eagle.seen, head, model, 80)
     assert eagle.head.program is not None
 
 
@@ -157,15 +150,15 @@ def test_forms(form: str, model: PreTrainedModel, tmp_path: Path, make_engine: A
     engine = make_engine(model, hidden_states=head.states)
     eagle = drafter(engine, directory)
     assert answer(engine, "leader", make_requests(), eagle) == expected(model)
-    check_drafts(eagle.seen, head, model, 120)
+    check_drafts(eagle.seen, head, model, 80)
     assert eagle.head.program is None
 
 
 def test_what_it_never_drafts_has_no_probability(engine: Engine, head: Eagle, head_dir: Path) -> None:
     eagle = drafter(engine, head_dir, use_logits=True)
-    answer(engine, "leader", make_requests(SAMPLED), eagle)
+    answer(engine, "leader", make_requests(replace(SAMPLED, top_p=1.0)), eagle)  # which cuts no other id
     drafts = eagle.drafts
-    assert sum(len(draft.tokens) for draft in drafts) > 120
+    assert sum(len(draft.tokens) for draft in drafts) > 80
     others = [i for i in range(head.vocab) if i not in head.ids.tolist()]
     for draft in drafts:
         if draft.tokens:
@@ -221,7 +214,7 @@ def test_quantized_output_layer(
         for token, row in zip(draft, logits, strict=True):
             assert row.max() - row[token] < 0.02 * row[own].abs().max()
             num_drafted, num_equal = num_drafted + 1, num_equal + int(row.argmax() == token)
-    assert num_drafted >= 120 and num_equal >= 0.98 * num_drafted
+    assert num_drafted >= 80 and num_equal >= 0.98 * num_drafted
     packed = eagle.head.lm_head  # type: ignore[attr-defined]
     assert packed.out_features == len(own) if compiler == "none" else packed.num_outputs == len(own)
 
@@ -238,14 +231,14 @@ def test_quantized_layers(model: PreTrainedModel, tmp_path: Path, make_engine: A
     meant = {f"{name.partition('.')[2]}.weight": one.dequantize() for name, one in kept.items()}
     in_bits = {name for name, one in head.tensors.items() if one.dim() == 2 and not name.startswith(("lm_", "embed_"))}
     assert meant.keys() == in_bits
-    num_equal, states_of = [], [hidden_states(model, tokens, STATES)[:-1] for tokens, _ in eagle.seen]
+    num_equal, states_of = [], [hidden_states(model, tokens, STATES)[:-1] for tokens, _ in eagle.seen[::2]]
     for reference in (head, replace(head, tensors=head.tensors | meant)):
         drafts = (
             draft == eagle_drafts(reference, model, tokens, len(draft), states)
-            for (tokens, draft), states in zip(eagle.seen, states_of, strict=True)
+            for (tokens, draft), states in zip(eagle.seen[::2], states_of, strict=True)
         )
         num_equal.append(sum(drafts))
-    assert len(eagle.seen) > 30 and num_equal[0] < 0.8 * len(eagle.seen) <= num_equal[1], num_equal
+    assert len(states_of) > 10 and num_equal[0] < 0.8 * len(states_of) <= num_equal[1], num_equal
 
 
 def test_nothing_is_computed_twice(engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path) -> None:
@@ -267,7 +260,7 @@ def test_nothing_is_computed_twice(engine: Engine, model: PreTrainedModel, head:
         computed.clear()
         answer(engine, "leader", [Request(1, tuple(again), 6)], eagle)
         assert 0 < sum(computed) <= most + 6
-    check_drafts(eagle.seen, head, model, 80)
+    check_drafts(eagle.seen, head, model, 50)
 
 
 def test_it_catches_up_where_others_drafted(
@@ -289,17 +282,18 @@ def test_it_catches_up_where_others_drafted(
             eagle.forget(request_id)
 
     assert answer(small_engine, "leader", make_requests(), Alternating()) == expected(model)
-    check_drafts(eagle.seen, head, model, 50)
+    check_drafts(eagle.seen, head, model, 30)
 
 
 def test_blocks_that_another_request_had_hold_its_own_numbers(
-    small_engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path
+    engine_dir: Path, model: PreTrainedModel, head: Eagle, head_dir: Path
 ) -> None:
     """There are blocks for two requests, so that the third and the fourth get those of the first."""
-    eagle = drafter(small_engine, head_dir)
-    for i in range(1, 5):
-        answer(small_engine, "leader", [Request(i, tuple(repetitive_prompt(i, 26)), NUM_NEW_TOKENS)], eagle)
-    check_drafts(eagle.seen, head, model, 60)
+    with Engine.open(engine_dir, kv_cache=KVCacheConfig(max_tokens=100), max_num_tokens=8) as engine:
+        eagle = drafter(engine, head_dir)
+        for i in range(1, 5):
+            answer(engine, "leader", [Request(i, tuple(repetitive_prompt(i, 26)), 24)], eagle)
+        check_drafts(eagle.seen, head, model, 60)
 
 
 def test_numbers_that_are_none_change_nothing(engine: Engine, model: PreTrainedModel, head_dir: Path) -> None:
@@ -328,20 +322,16 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_heads_are_one_sentence(case: str, engine: Engine, head: Eagle, tmp_path: Path) -> None:
-    config, tensors, said = BAD[case]
-    save_eagle(head, tmp_path, "sailab", tensors=tensors, **config)
-    with pytest.raises(SpecDecError) as error:
-        drafter(engine, tmp_path)
-    assert said in error.value.message and "\n" not in error.value.message
-    assert error.value.hint and not engine._heads
+def test_bad_heads_are_one_sentence(engine: Engine, head: Eagle, tmp_path: Path) -> None:
+    for case, (config, tensors, said) in BAD.items():
+        directory = save_eagle(head, tmp_path / case, "sailab", tensors=tensors, **config)
+        with pytest.raises(SpecDecError) as error:
+            drafter(engine, directory)
+        assert said in error.value.message and "\n" not in error.value.message
+        assert error.value.hint and not engine._heads
 
 
 def test_missing_weights(engine: Engine, head: Eagle, tmp_path: Path) -> None:
-    del_fc = replace(head, tensors={name: one for name, one in head.tensors.items() if name != "fc.weight"})
-    with pytest.raises(SpecDecError, match="lacks 1 of its weights, such as fc.weight"):
-        drafter(engine, save_eagle(del_fc, tmp_path, "speculators"))
     lacking = replace(head, tensors={name: one for name, one in head.tensors.items() if "hidden_norm" not in name})
     for form, name in (("sailab", r"midlayer\.hidden_norm"), ("speculators", r"layers\.0\.hidden_norm")):
         with pytest.raises(SpecDecError, match=rf"lacks 1 of its weights, such as {name}"):

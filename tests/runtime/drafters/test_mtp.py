@@ -6,16 +6,16 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from heads import some
+from drafting import LOOPS
+from heads import copy_with_mtp, some
 from safetensors.torch import load_file, save_file
 from shared import shared_engine
-from test_eagle import DRAFT_LEN, LOOPS, SAMPLED, answer, drafter, expected, make_requests
+from test_eagle import SAMPLED, answer, drafter, expected, make_requests
 from tiny import make_model, repetitive_prompt
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -34,43 +34,47 @@ Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(n,) ids and (n, hidden) states before them -> (n, hidden) outputs and (n, vocab) logits."""
 
 
+_BESIDE_LAYER: dict[str, tuple[str, ...]] = {
+    "ernie4_5": tuple(f"model.mtp_{name}.0" for name in ("linear_proj", "emb_norm", "hidden_norm")),
+    "mimo_v2_flash": tuple(f"model.mtp.layers.0.{name}" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")),
+    "qwen2": tuple(f"model.mtp_layers.0.{name}" for name in OF_MIMO),
+    "nemotron_h": tuple(f"mtp.layers.{name}" for name in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")),
+}
+"""Names of a head's projection, of its norms of embeddings and states, and of that behind its layer, if it has one."""
+_BESIDE_QWENS = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+
+
+def beside_layer(model: PreTrainedModel) -> tuple[str, ...]:
+    return _BESIDE_LAYER.get(model.config.model_type, _BESIDE_QWENS)
+
+
 def save_with_head(directory: Path, family: str, **settings: Any) -> PreTrainedModel:
     """Save a model whose last layer is its head's, as published; returns it with all its layers."""
+    if family == "deepseek-v3":
+        return save_deepseek(directory, 1)
     model = make_model(family, **settings)
     model.save_pretrained(directory)
     tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
     last = model.config.num_hidden_layers - 1
-    config["num_hidden_layers"] = last
-    for key in ("layer_types", "mlp_layer_types"):
-        if config.get(key):
-            config[key] = config[key][:last]
-    size, generator = model.config.hidden_size, torch.Generator().manual_seed(0)
+    cut_layers(config, last)
+    size, generator, names = model.config.hidden_size, torch.Generator().manual_seed(0), beside_layer(model)
     proj = 0.3 * torch.randn(size, 2 * size, generator=generator)
-    norms = [1 + 0.2 * torch.randn(size, generator=generator) for _ in range(3)]
-    if family == "deepseek-v3":
-        names = [f"model.layers.{last}.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
-        tensors[f"model.layers.{last}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        config["num_nextn_predict_layers"] = 1
-    elif family == "ernie4_5":
-        names = [f"model.mtp_{name}.0" for name in ("linear_proj", "emb_norm", "hidden_norm")]
+    norms = [1 + 0.2 * torch.randn(size, generator=generator) for _ in names[1:]]
+    if family == "ernie4_5":
         tensors = {name.replace(f"model.layers.{last}.", "model.mtp_block.0."): one for name, one in tensors.items()}
         config["num_nextn_predict_layers"] = 1
-        del norms[-1]
     elif family == "mimo-v2-flash":  # whose config says nothing, and of whose layers the first drafts
-        names = [f"model.mtp.layers.0.{name}" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")]
         own = {name: one for name, one in tensors.items() if name.startswith(f"model.layers.{last}.")}
         tensors = {name: one for name, one in tensors.items() if name not in own}
         for name, one in own.items():
             part = name.removeprefix(f"model.layers.{last}.").replace("post_attention_", "pre_mlp_")
             tensors |= {f"model.mtp.layers.0.{part}": one, f"model.mtp.layers.1.{part}": torch.zeros_like(one)}
     elif family == "qwen2":  # MiMo 7B, whose code is its own
-        names = [f"model.mtp_layers.0.{name}" for name in OF_MIMO]
         own = f"model.layers.{last}."
         tensors = {name.replace(own, "model.mtp_layers.0."): one for name, one in tensors.items()}
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
         config |= {"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}, "use_mrope": False}
     elif family == "nemotron-h":
-        names = [f"mtp.layers.{part}" for part in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")]
         for i in (last - 1, last):
             own = re.compile(rf"^(backbone|model)\.layers\.{i}\.")
             tensors = {own.sub(f"mtp.layers.{i - last + 1}.", name): one for name, one in tensors.items()}
@@ -78,7 +82,6 @@ def save_with_head(directory: Path, family: str, **settings: Any) -> PreTrainedM
         config |= {"num_nextn_predict_layers": 1, "mtp_layers_block_type": config[key][-2:]}
         config |= {key: config[key][:-2], "num_hidden_layers": last - 1}
     else:
-        names = ["mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
         tensors = {name.replace(f"model.layers.{last}.", "mtp.layers.0."): one for name, one in tensors.items()}
         config["mtp_num_hidden_layers"] = 1
     tensors |= {f"{name}.weight": tensor for name, tensor in zip(names, [proj, *norms], strict=True)}
@@ -87,15 +90,20 @@ def save_with_head(directory: Path, family: str, **settings: Any) -> PreTrainedM
     return model
 
 
-def save_with_layers(directory: Path, num_layers: int) -> PreTrainedModel:
-    """Save a DeepSeek V3 of two layers with a head of several, and give transformers' own modules of the head."""
+def cut_layers(config: dict[str, Any], num_layers: int) -> None:
+    config["num_hidden_layers"] = num_layers
+    for key in ("layer_types", "mlp_layer_types"):
+        if config.get(key):
+            config[key] = config[key][:num_layers]
+
+
+def save_deepseek(directory: Path, num_layers: int) -> PreTrainedModel:
+    """Save a DeepSeek V3 of two layers with a head of so many; returns it with all its layers."""
     model = make_model("deepseek-v3", num_hidden_layers=2 + num_layers)
     model.save_pretrained(directory)
     tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": num_layers}
-    for key in ("layer_types", "mlp_layer_types"):
-        if config.get(key):
-            config[key] = config[key][:2]
+    cut_layers(config, 2)
+    config["num_nextn_predict_layers"] = num_layers
     size, generator = model.config.hidden_size, torch.Generator().manual_seed(0)
     for i in range(2, 2 + num_layers):
         tensors[f"model.layers.{i}.eh_proj.weight"] = 0.3 * torch.randn(size, 2 * size, generator=generator)
@@ -104,6 +112,12 @@ def save_with_layers(directory: Path, num_layers: int) -> PreTrainedModel:
         tensors[f"model.layers.{i}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def save_with_layers(directory: Path, num_layers: int) -> PreTrainedModel:
+    """Save a DeepSeek V3 with a head of several layers; returns the model that has the head's modules by name."""
+    save_deepseek(directory, num_layers)
     target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -116,11 +130,11 @@ def test_several_layers(tmp_path: Path, make_engine: Any) -> None:
     num_layers = 2
     target = save_with_layers(tmp_path, num_layers)
     head = MtpModel.from_pretrained(target)
-    assert read_head(tmp_path).num_layers == num_layers and has_mtp_head(tmp_path)
+    assert read_head(tmp_path).num_layers == num_layers and has_mtp_head(tmp_path) and not is_head(tmp_path)
     engine = make_engine(target, hidden_states=(2,))
     mtp = drafter(engine, tmp_path)
     assert answer(engine, "orchestrator", make_requests(), mtp) == expected(target)
-    assert sum(len(draft) for _, draft in mtp.seen) >= 80
+    assert sum(len(draft) for _, draft in mtp.seen) >= 50
     for tokens, draft in some(mtp.seen):
         ids, positions = torch.tensor([tokens[1:]]), torch.arange(1, len(tokens))[None]
         with torch.no_grad():
@@ -170,16 +184,7 @@ def by_transformers(directory: Path, target: PreTrainedModel) -> Forward:
 def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) -> Forward:
     """Its layer in the model that has it as its last one, and the formula of vLLM's `qwen3_5_mtp`."""
     tensors, model = load_file(directory / "model.safetensors"), whole.model
-    names = ["mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
-    is_nemotron = whole.config.model_type == "nemotron_h"
-    if whole.config.model_type == "ernie4_5":
-        names = [f"model.mtp_{name}.0" for name in ("linear_proj", "emb_norm", "hidden_norm")]
-    elif is_nemotron:
-        names = [f"mtp.layers.{part}" for part in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm")]
-    elif whole.config.model_type == "mimo_v2_flash":
-        names = [f"model.mtp.layers.0.{name}" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")]
-    elif whole.config.model_type == "qwen2":
-        names = [f"model.mtp_layers.0.{name}" for name in OF_MIMO]
+    names, is_nemotron = beside_layer(whole), whole.config.model_type == "nemotron_h"
     window = whole.config.sliding_window if whole.config.model_type == "mimo_v2_flash" else 10**6
     norms: list[nn.Module] = []
     for name in names[1:]:
@@ -212,7 +217,7 @@ def by_layers(directory: Path, target: PreTrainedModel, whole: PreTrainedModel) 
 
 _SLOW = {"qwen3-next", "ernie4_5", "qwen2", "nemotron-h", "mimo-v2-flash"}  # the first one's head is as Qwen3.5's
 FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek-v3": {"num_hidden_layers": 3},
+    "deepseek-v3": {},
     "qwen3.5": {
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
@@ -286,7 +291,7 @@ def test_drafts_are_transformers(
     )
     mtp = drafter(engine, published[0])
     assert answer(engine, loop, make_requests(), mtp) == expected(target)
-    assert sum(len(draft) for _, draft in mtp.seen) >= 120
+    assert sum(len(draft) for _, draft in mtp.seen) >= 80
     for tokens, draft in some(mtp.seen):
         with torch.no_grad():
             states = target.get_decoder()(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0]
@@ -459,7 +464,7 @@ def test_mimo_is_qwen2_with_a_head(shared: Path, tmp_path: Path) -> None:
     with Engine.open(engine_dir) as engine:
         mtp = drafter(engine, tmp_path)
         assert answer(engine, "leader", make_requests(), mtp) == expected(target)
-        assert sum(len(draft) for _, draft in mtp.seen) > 30
+        assert sum(len(draft) for _, draft in mtp.seen) > 20
 
 
 def test_weights_that_are_no_numbers_are_named(published: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
@@ -500,15 +505,6 @@ def test_missing_weights_are_named_as_the_file_would(published: tuple[Path, PreT
     assert len(names) > 8
 
 
-def test_config_says_that_there_is_a_head(published: tuple[Path, PreTrainedModel], target: PreTrainedModel) -> None:
-    directory, _ = published
-    head = read_head(directory)
-    assert head.kind == "mtp" and not is_head(directory)
-    assert head.hidden_states_of(4) == (4,)
-    with pytest.raises(SpecDecError, match="hidden size of 48"):
-        replace(head, target_hidden_size=48).check_target(target.config.to_dict(), 32)
-
-
 def test_a_model_packed_without_its_head(
     published: tuple[Path, PreTrainedModel], target: PreTrainedModel, tmp_path: Path, make_engine: Any
 ) -> None:
@@ -523,7 +519,22 @@ def test_a_model_packed_without_its_head(
     )
     with pytest.raises(SpecDecError, match="one projection for its 2 layers is not supported"):
         read_head(tmp_path)
-    assert DRAFT_LEN > 1 and not engine._heads
+    assert not engine._heads
+
+
+def test_a_head_that_is_listed_twice_is_one_head(tmp_path: Path) -> None:
+    """A config says it by two keys, or outside and inside; where an index lies beside one file, the file counts."""
+    make_model("llama").save_pretrained(tmp_path / "model")
+    model = copy_with_mtp(tmp_path / "model", tmp_path / "mtp")
+    config = json.loads((model / "config.json").read_text())
+    for again in ({"num_nextn_predict_layers": 1}, {"text_config": config}):
+        (model / "config.json").write_text(json.dumps(config | again))
+        assert has_mtp_head(model) and read_head(model).num_layers == 1
+    index = json.dumps({"weight_map": {"mtp.fc.weight": "model-00001-of-00001.safetensors"}})
+    for directory, has_head in ((model, True), (tmp_path / "model", False)):
+        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "model.safetensors.index.json").write_text(index)
+        assert has_mtp_head(directory) == has_head
 
 
 def test_head_keeps_its_routers_bias_in_float32(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def seconds(traces: list[Trace], drafter: Drafter | None, costs: CostModel, batc
     return sum(step_s(step, costs, 512) for step in steps if not step.is_first)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("drafter", MAKE)
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
 @pytest.mark.parametrize("prices", PRICES)
@@ -77,7 +77,7 @@ def test_automatic_is_never_slower_than_no_drafter(text: str, prices: str, batch
     assert automatic <= seconds(traces, None, costs, batch_size) * (1 + MOST_LOST)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("prices", PRICES)
 @pytest.mark.parametrize("text", TEXTS)

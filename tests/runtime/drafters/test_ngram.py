@@ -2,6 +2,7 @@
 
 import pytest
 from calls import num_calls
+from drafting import propose, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strength import examples
@@ -13,18 +14,6 @@ from runtime.drafters.pool import NgramPool
 from runtime.drafters.spec import NgramRanking
 
 RANKINGS: list[NgramRanking] = ["oldest", "leftmost", "recent", "frequent"]
-
-
-def start(
-    tokens: list[int], max_new_tokens: int = 1000, request_id: int = 0, end_ids: tuple[int, ...] = ()
-) -> Sequence:
-    return Sequence(Request(request_id, tuple(tokens), max_new_tokens, frozenset(end_ids)), list(tokens))
-
-
-def propose(drafter: NgramLookup, sequence: Sequence, max_draft_len: int = 10) -> list[int]:
-    (draft,) = drafter.propose([sequence], max_draft_len)
-    assert draft.probs is None
-    return draft.tokens
 
 
 def choose(tokens: list[int], ends: list[int], ranking: NgramRanking) -> int:
@@ -92,32 +81,12 @@ def test_draft_equals_brute_force(
             draft_len = max_draft_len  # as transformers has it; the loops cut what the budget has no room for
         expected = brute_force(sequence.tokens, sizes, ranking, draft_len, end_ids)
         assert propose(drafter, sequence, max_draft_len) == expected
-
-
-@given(
-    seen=st.lists(st.integers(0, 2), min_size=1, max_size=25),
-    drafted=st.lists(st.integers(0, 2), min_size=1, max_size=6),
-    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(lambda pair: (min(pair), max(pair))),
-    ranking=st.sampled_from(RANKINGS),
-    max_draft_len=st.integers(0, 6),
-    end_ids=st.sampled_from([(), (2,), (0, 2)]),
-)
-@settings(max_examples=examples(1000), deadline=None, derandomize=True)
-def test_looking_ahead_equals_brute_force_and_nothing_is_learned(
-    seen: list[int],
-    drafted: list[int],
-    sizes: tuple[int, int],
-    ranking: NgramRanking,
-    max_draft_len: int,
-    end_ids: tuple[int, ...],
-) -> None:
-    drafter = NgramLookup(sizes[1], min_matching_ngram_size=sizes[0], ranking=ranking)
-    sequence = start(seen, end_ids=end_ids)
-    before = propose(drafter, sequence)
-    ahead = drafter.look_ahead(sequence, drafted, max_draft_len)
-    expected = brute_force(seen + drafted, sizes, ranking, max_draft_len, end_ids, num_seen=len(seen))
-    assert ahead.tokens == expected
-    assert sequence.tokens == seen and propose(drafter, sequence) == before
+        # As if these came next: what follows them is looked for in what is known, and nothing is learned.
+        drafted = run[::-1] or prompt[:2]
+        ahead = drafter.look_ahead(sequence, drafted, max_draft_len)
+        text, num_seen = sequence.tokens + drafted, len(sequence.tokens)
+        assert ahead.tokens == brute_force(text, sizes, ranking, max_draft_len, end_ids, num_seen)
+        assert propose(drafter, sequence, max_draft_len) == expected
 
 
 def test_pool_is_asked_where_the_sequence_has_no_match() -> None:

@@ -49,11 +49,11 @@ assert "torch" not in sys.modules
 run = ["run", "--engine-dir", engine, "--input-text", "The dog the dog", "--max-output-len", 12, "--json"]
 for name, flags in {
     "plain": [],
-    "V1": ["--echo-config", "[3,[0]]", "--echo-loudness", 2],
+    "V1": ["--echo-config", "[3,[0]]", "--echo-loudness", 2, "--report", f"{home}/V1.html"],
     "V2": ["--spec-decode-algo", "ECHO", "--echo-loudness", 2, "--draft-len-mode", "fixed"],
     "chain": ["--drafters", "echo,ngram", "--echo-config", 3, "--ngram-config", "4,2"],
 }.items():
-    found[name] = json.loads(specdec(*run, *flags, "--report", f"{home}/{name}.html"))
+    found[name] = json.loads(specdec(*run, *flags))
 found["tune"] = json.loads(specdec("tune", "--traces", traces, "--json"))
 from commands.serve.protocol.schema import Speculative
 from runtime.builder.profile import drafter_record

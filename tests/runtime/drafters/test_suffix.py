@@ -4,6 +4,7 @@ import random
 
 import pytest
 from calls import num_calls
+from drafting import propose, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from occurrences import followers, longest_match, most_frequent
@@ -16,18 +17,6 @@ from runtime.drafters.suffix import SuffixLookup
 
 PUBLIC_MARGIN = 2
 LONGEST_MATCH = 31
-
-
-def start(
-    tokens: list[int], max_new_tokens: int = 1000, request_id: int = 0, end_ids: tuple[int, ...] = ()
-) -> Sequence:
-    return Sequence(Request(request_id, tuple(tokens), max_new_tokens, frozenset(end_ids)), list(tokens))
-
-
-def propose(drafter: SuffixLookup, sequence: Sequence, max_draft_len: int = 10) -> list[int]:
-    (draft,) = drafter.propose([sequence], max_draft_len)
-    assert draft.probs is None
-    return draft.tokens
 
 
 def brute_force(

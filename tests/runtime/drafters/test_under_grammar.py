@@ -140,7 +140,7 @@ def test_no_illegal_token_is_sent(llm: LLM) -> None:
     assert held < 6 < unheld
 
 
-EXPRESSION, NUM_DRAWS, SMALLEST_P_VALUE = "(a|b|d)(b|d|e|g)(e|g|h)+", draws(5000, 2000), 1e-3
+EXPRESSION, NUM_DRAWS, SMALLEST_P_VALUE = "(a|b|d)(b|d|e|g)(e|g|h)+", draws(5000, 1200), 1e-3
 
 
 class Fixed:
@@ -180,7 +180,7 @@ class Spelling:
 def test_rejection_sampling_is_exact_under_a_grammar() -> None:
     """Pairs of tokens follow the brute force of softmaxes over legal tokens, though drafts are drawn from all tokens.
 
-    A total variation of 0.11 would be seen in 99 of 100 runs, of 0.07 with `--slow`.
+    A total variation of 0.14 would be seen in 99 of 100 runs, of 0.07 with `--slow`.
     """
     spelling, generator = Spelling(), torch.Generator().manual_seed(0)
     letters = [i for i, text in spelling.texts.items() if text in [*"abdegh", "ab"]]
@@ -215,6 +215,6 @@ def test_rejection_sampling_is_exact_under_a_grammar() -> None:
     statistic, degrees = chi_squared_of(counts, expected.flatten())
     assert p_value_of(statistic, degrees) > SMALLEST_P_VALUE
     seen = detectable_total_variation(NUM_DRAWS, degrees, SMALLEST_P_VALUE, 0.99)
-    assert seen is not None and seen < draws(7, 11) / 100
+    assert seen is not None and seen < draws(7, 14) / 100
     assert num_accepted > NUM_DRAWS / 4
     assert num_cut > NUM_DRAWS / 10

@@ -86,7 +86,7 @@ def test_a_rank_that_never_comes_is_no_reason_to_wait_for_it() -> None:
 
     def come_and_go() -> None:
         rendezvous = Rendezvous("gloo", 2)
-        join(rendezvous, 0, 2).stop()
+        join("gloo", rendezvous.number, 0, 2, rendezvous.store).stop()
         rendezvous.close()
 
     assert timedelta(seconds=HANG_S) < _WAITS

@@ -46,7 +46,8 @@ def test_another_machine_may_have_measured_them_later(tmp_path: Path) -> None:
         read_costs(tmp_path / "demo")
     keep_costs(tmp_path / "demo", MeasuredCosts(tuple(TABLE), 1e-3))
     for given_path in (tmp_path / "demo", tmp_path / "demo" / "config.json"):
-        assert read_costs(given_path).model.iteration_s(2, 64, 4) == CostModel(TABLE, 1e-3).iteration_s(2, 64, 4)
+        model, _ = read_costs(given_path)
+        assert model.iteration_s(2, 64, 4) == CostModel(TABLE, 1e-3).iteration_s(2, 64, 4)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

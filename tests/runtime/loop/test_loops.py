@@ -13,8 +13,6 @@ from transformers import PreTrainedModel
 
 from commands.options.hints import hint_of
 from runtime.core.request import Request, Sequence
-from runtime.core.stats import LoopTimes
-from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
@@ -57,7 +55,7 @@ def outputs(finished: dict[int, Sequence]) -> dict[int, list[int]]:
     return {i: finished[i].output_tokens for i in sorted(finished)}
 
 
-@settings(max_examples=draws(25, 12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(25, 6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=9),
     max_tokens=st.integers(92, 300),
@@ -74,30 +72,6 @@ def test_any_requests_end_with_the_right_tokens(
     engine = open_engine(max_tokens=max_tokens, block_reuse=reuse)
     engine.max_num_tokens = max_num_tokens
     assert outputs(finish(engine, requests, drafter(), loop)) == expected(llama, requests)
-
-
-def test_requests_join_as_others_finish(open_engine: Any) -> None:
-    """Five requests, four places: the fifth starts in the step after the first end, not when all four have ended."""
-    requests = [Request(i, (5, 6, 7), 3 if i == 1 else 12) for i in range(5)]
-    times = LoopTimes()
-    for _ in scheduler.generate(open_engine(), requests, None, 0, times):
-        pass
-    assert times.num_iterations == 3 + 12
-
-
-@BOTH
-def test_same_prompt_again_is_reused_and_cleared_cache_is_not(
-    loop: Any, open_engine: Any, llama: PreTrainedModel
-) -> None:
-    engine, request = open_engine(), Request(0, tuple(repetitive_prompt(0, 21)), 1)
-    reused = []
-    for clear in (False, False, True):
-        if clear:
-            engine.clear_cache()
-        finished = finish(engine, [request], None, loop)
-        assert outputs(finished) == expected(llama, [request])
-        reused.append(finished[0].stats.num_reused_tokens)
-    assert reused == [0, 20, 0]
 
 
 def test_turns_without_block_reuse_are_wrong_usage(open_engine: Any, said: Said) -> None:
@@ -117,32 +91,6 @@ def test_requests_are_checked_before_the_first_step(loop: Any, open_engine: Any,
     said(raised, "10", "11")
     said(hint_of(raised.value), "--max-draft-len 11")
     assert engine.step_time_s == 0
-
-
-@BOTH
-def test_second_generation_takes_the_room_of_one_that_nobody_reads(
-    loop: Any, open_engine: Any, llama: PreTrainedModel
-) -> None:
-    """The first goes on later, from its tokens."""
-    engine = open_engine(max_tokens=64)
-    requests = [Request(i, tuple(repetitive_prompt(i, 30)), 12) for i in range(2)]
-    first = scheduler.generate(engine, requests[:1])
-    next(first)
-    assert finish(engine, requests[1:], loop=loop)[1].output_tokens == expected(llama, requests[1:])[1]
-    assert [s.output_tokens for s, _ in first][-1] == expected(llama, requests[:1])[0]
-
-
-@BOTH
-def test_engine_that_drafts_for_itself_without_room_is_an_error(
-    loop: Any, open_engine: Any, tokenizer: Any, said: Said
-) -> None:
-    engine = open_engine(max_tokens=96)
-    drafter = DraftModel(engine, len(tokenizer), use_logits=False)
-    with pytest.raises(SpecDecError) as error:
-        list(loop.generate(engine, [Request(0, tuple(repetitive_prompt(0, 30)), 50)], drafter, 5))
-    said(error)
-    assert error.value.hint is not None
-    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
 
 
 @pytest.mark.parametrize("num_right", [0, 2, 5])

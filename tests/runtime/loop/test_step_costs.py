@@ -48,26 +48,24 @@ def test_first_answer_waits_for_no_measurements(opened: Opened, llama: PreTraine
         assert llm.generate(PROMPT, ASKED)[0].token_ids == expected
 
 
-@pytest.mark.parametrize(
-    "measure",
-    [
-        pytest.param(LLM.measure_costs, id="costs"),
-        pytest.param(lambda llm: step_costs.time_cell(llm.engine, 1, 16, 2), id="step"),
-        pytest.param(lambda llm: llm.engine.occupy_cache(range(1, 9)), id="memory"),
-    ],
-)
 def test_no_answer_begins_with_what_was_measured(
-    measure: Callable[[LLM], object], opened: Opened, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt begins like that of `measure_host`, which leaves early here, as it does where steps take long."""
     monkeypatch.setattr(step_costs, "_MAX_HOST_S", 0.0)
     prompt = [0, *PROMPT]
     with opened() as llm:
-        before = llm.generate(prompt, ASKED)[0]
-        measure(llm)
-        after = llm.generate(prompt, ASKED)[0]
-    assert before.token_ids == after.token_ids == hf_greedy(llama, prompt, 12)
-    assert after.stats.num_reused_tokens == 0
+        measures: list[Callable[[], object]] = [
+            llm.measure_costs,
+            lambda: step_costs.time_cell(llm.engine, 1, 16, 2),
+            lambda: llm.engine.occupy_cache(range(1, 9)),
+        ]
+        for measure in measures:
+            assert llm.generate(prompt, ASKED)[0].token_ids == hf_greedy(llama, prompt, 12)
+            measure()
+            after = llm.generate(prompt, ASKED)[0]
+            assert after.token_ids == hf_greedy(llama, prompt, 12)
+            assert after.stats.num_reused_tokens == 0
 
 
 def test_what_is_damaged_is_measured_again(opened: Opened) -> None:
@@ -84,7 +82,9 @@ def test_what_is_damaged_is_measured_again(opened: Opened) -> None:
 
 def test_costs_go_with_their_engine(opened: Opened) -> None:
     with opened() as llm:
+        llm.measure_costs()
         directory = llm.bundle.directory
+    assert list(directory.parent.glob("*.costs"))
     assert remove_unused_entry(directory)
     assert not list(directory.parent.glob("*.costs"))
 

@@ -167,46 +167,35 @@ def test_too_few_drafts_are_not_judged() -> None:
     assert diagnose.drafter_never_used(replace(HEALTHY, drafting=few)) is None
 
 
-def test_drafts_that_are_never_right_cost_what_their_tokens_cost(said: Said) -> None:
-    """20 ms with drafts of 10, 10 ms without, a token each time; half of that if the loop takes 10 ms of its own."""
-    wrong = drafting([DraftedStep(i, 10, 0) for i in range(30)])
-    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=wrong))
+WRONG = drafting([DraftedStep(i, 10, 0) for i in range(30)])
+SLOW_LOOP = replace(WRONG, times=replace(WRONG.times, wall_s=WRONG.times.wall_s + 30 * 10 * MS))
+SLOW_LOOKUP = drafting([DraftedStep(i, 10, 0) for i in range(30)], draft_time_s=30 * 30 * MS)
+FOUR_RIGHT = drafting([DraftedStep(i, 10, 4) for i in range(30)])
+BY_MODEL = replace(
+    drafting([DraftedStep(i, 10, 1) for i in range(30)]),
+    num_tokens_by_drafter={"draft-target": 300},
+    draft_token_s=10 * MS,
+)
+HALF_BY_MODEL = replace(BY_MODEL, num_tokens_by_drafter={"ngram": 150, "draft-target": 150})
+
+
+@pytest.mark.parametrize(
+    ("drafts", "number", "best"),
+    [
+        pytest.param(WRONG, 20 / 10, "0", id="never right"),
+        pytest.param(SLOW_LOOP, 30 / 20, "0", id="slow loop"),
+        pytest.param(SLOW_LOOKUP, 50 / 10, "0", id="slow lookup"),
+        pytest.param(FOUR_RIGHT, 20 / 14, "4", id="four right"),
+        pytest.param(BY_MODEL, 60 / 10, "0", id="draft model"),
+        pytest.param(HALF_BY_MODEL, 35 / 8, "1", id="draft model in a chain"),
+    ],
+)
+def test_drafts_are_longer_than_pays_by_this_factor(drafts: Drafting, number: float, best: str, said: Said) -> None:
+    """By hand: milliseconds of a token with these drafts, by those with drafts of the best length."""
+    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=drafts))
     assert judgement is not None and judgement.is_fault
-    said(judgement.message, "0")
-    assert judgement.number == pytest.approx(2.0)
-    slow = replace(wrong, times=replace(wrong.times, wall_s=wrong.times.wall_s + 30 * 10 * MS))
-    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=slow))
-    assert judgement is not None and judgement.number == pytest.approx(30 / 20)
-
-
-def test_a_slow_lookup_costs_its_time_with_drafts_of_any_length() -> None:
-    """20 + 30 ms with drafts of 10, 10 ms without."""
-    slow = drafting([DraftedStep(i, 10, 0) for i in range(30)], draft_time_s=30 * 30 * MS)
-    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=slow))
-    assert judgement is not None and judgement.number == pytest.approx(5.0)
-
-
-def test_the_best_length_is_where_the_last_tokens_cease_to_be_right(said: Said) -> None:
-    """Computed by hand: 4 of 10 right; 20 / 5 ms a token, and with drafts of 4 14 / 5."""
-    steps = drafting([DraftedStep(i, 10, 4) for i in range(30)])
-    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=steps))
-    assert judgement is not None and judgement.is_fault
-    said(judgement.message, "4")
-    assert judgement.number == pytest.approx(20 / 14)
-
-
-def test_a_draft_models_time_goes_with_its_tokens(said: Said) -> None:
-    """10 of them at 10 ms each, of which one is right: 120 / 2 ms a token, with drafts of one 21 / 2, with none 10."""
-    steps = drafting([DraftedStep(i, 10, 1) for i in range(30)])
-    by_model = replace(steps, num_tokens_by_drafter={"draft-target": 300}, draft_token_s=10 * MS)
-    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=by_model))
-    assert judgement is not None and judgement.is_fault
-    said(judgement.message, "0")
-    assert judgement.number == pytest.approx(60 / 10)
-    # In a chain half of them are the draft model's: 70 / 2 ms, and with drafts of one 16 / 2.
-    half = replace(by_model, num_tokens_by_drafter={"ngram": 150, "draft-target": 150})
-    judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=half))
-    assert judgement is not None and judgement.number == pytest.approx(35 / 8)
+    assert judgement.number == pytest.approx(number)
+    said(judgement.message, best)
 
 
 def test_of_a_chain_the_idle_one_is_named() -> None:

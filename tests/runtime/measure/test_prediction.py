@@ -75,14 +75,5 @@ def test_public_text_comes_from_groups_before() -> None:
     together = replay_batches(TRACES, NgramLookup(3, pool=NgramPool()), 4, len(TRACES))
     private = replay_batches(TRACES, NgramLookup(3), 4)
     assert sum_stats(together.stats).counts(4) == sum_stats(private.stats).counts(4)
-
-
-@pytest.mark.parametrize("draft_len", [1, 2, 4])
-def test_tokens_per_step_follow_from_survival(draft_len: int) -> None:
-    """E = 1 + sum over i of P(accepted >= i). The budget is never near, so every draft is full; 9 is never drafted."""
-    trace = Trace((1, 2), (*[5, 6, 5, 8, 5, 6, 7, 5] * 30, 9))
-    (stats,) = replay_batches([trace], Fixed(), draft_len, max_new_tokens=10_000).stats
-    assert set(stats.per_step_drafted) == {draft_len}
-    survival = [sum(a >= i for a in stats.per_step_accepted) / stats.num_steps for i in range(1, draft_len + 1)]
-    assert sum(survival) > 0.5
-    assert stats.counts(draft_len)["tokens_per_step"] == pytest.approx(1 + sum(survival))
+    one_by_one = replay_batches(TRACES, NgramLookup(3, pool=NgramPool()), 4)
+    assert sum_stats(one_by_one.stats).num_draft_tokens > sum_stats(private.stats).num_draft_tokens

@@ -157,7 +157,7 @@ def test_it_learns_and_drafts_what_it_reports(open_run: Any, traces: list[Trace]
 
     But for a few: what is measured reads hidden states in bfloat16.
     """
-    run: TrainingRun = open_run("run", Texts(traces, traces[::2]), num_epochs=60, learning_rate=1e-2, batch_tokens=512)
+    run: TrainingRun = open_run("run", Texts(traces, traces[::2]), num_epochs=40, learning_rate=1e-2, batch_tokens=512)
     before = run.measure_before(nothing)
     run.train(nothing)
     after = run.measure(nothing)
