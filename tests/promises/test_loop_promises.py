@@ -22,6 +22,7 @@ from sentences import Said
 from tiny import forward
 from waiting import wait_until
 
+from commands.serve.http.server import errors_logged
 from runtime.checkpoint.config import BuildConfig
 from runtime.core.batch import generation_row
 from runtime.core.params import SamplingConfig
@@ -587,13 +588,14 @@ class FailsOnce:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted"), SystemExit(3), SpecDecError("planted")], ids=repr)
-def test_step_that_fails_ends_those_in_it_alone(error: BaseException) -> None:
+def test_step_that_fails_ends_those_in_it_alone(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
     """Two run, as many as may, and four wait."""
     engine = engine_of(max_batch_size=2)
     requests = [Request(i, (i, 1), 5) for i in range(6)]
-    with serving(engine, FailsOnce(error)) as loop:
+    with errors_logged(), serving(engine, FailsOnce(error)) as loop:
         answers = loop.submit([ServeRequest(request) for request in requests])
         wait_for(answers)
+    assert "ERROR: a step failed\nTraceback" in capsys.readouterr().err
     failed = [answer for answer in answers if answer.progress.error is not None]
     assert 1 <= len(failed) <= 2 and answers[0] in failed
     assert all(isinstance(answer.progress.error, StepFailed) for answer in failed)
