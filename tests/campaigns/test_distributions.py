@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize(
     ("drafter", "lengths", "loop", "sampling"),
     [
@@ -80,4 +80,4 @@ class Boaster:
 
 
 def test_wrong_probabilities_are_found() -> None:
-    assert measure(Boaster(), "leader", SAMPLINGS["plain"], NUM_TEXTS).p_value < SMALLEST_P_VALUE
+    assert measure(Boaster(), "leader", SAMPLINGS["plain"], NUM_TEXTS // 3).p_value < SMALLEST_P_VALUE

@@ -34,7 +34,7 @@ def test_what_is_left_of_killed_commands_is_whole_or_absent(campaign: Campaign) 
 
 def test_processes_that_share_keys_and_values_are_killed(llama_engine_dir: Path, tmp_path: Path) -> None:
     forks.import_all()
-    assert kill.SharedStore(llama_engine_dir, tmp_path / "kv").kill(draws(40, 5)) == []
+    assert kill.SharedStore(llama_engine_dir, tmp_path / "kv").kill(draws(40, 3)) == []
 
 
 class InTheMiddle:

@@ -10,6 +10,6 @@ from scripts.campaigns.ten_thousand import make_drafter, make_engine, run
     ("pool", "drafter", "reuse"), [(1, "chain", True), (1.5, "none", False), (8, "ngram, pool", True)]
 )
 def test_many_requests_are_as_one_by_one_and_books_balance(pool: float, drafter: str, reuse: bool) -> None:
-    counts, wrong = run(make_engine(pool, reuse=reuse), make_drafter(drafter), 30)
+    counts, wrong = run(make_engine(pool, reuse=reuse), make_drafter(drafter), 15)
     assert not [one for one in wrong if not one.startswith("resident memory")]
-    assert counts["finished"] == 30
+    assert counts["finished"] == 15

@@ -194,11 +194,7 @@ def test_request_that_ends_its_workers_is_given_up_alone(deadly: int) -> None:
 # --- servers ---
 
 
-@given(
-    prompts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    n=st.integers(1, 4),
-    data=st.data(),
-)
+@given(prompts=st.lists(st.integers(1, 9), min_size=1, max_size=4), n=st.integers(1, 4), data=st.data())
 def test_a_prompt_counts_once_however_many_answers_it_has(prompts: list[int], n: int, data: st.DataObject) -> None:
     handles = []
     for length in prompts:

@@ -110,7 +110,7 @@ def test_layers_beyond_the_models_own_predict_further(num_layers: int, num_furth
 
 @pytest.mark.parametrize("qformat", ["int8", "int4"])
 @pytest.mark.parametrize("group_size", [16, 48])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_integers_are_the_nearest_for_the_stored_scales(qformat: Any, group_size: int, seed: int) -> None:
     weight = torch.randn(12, 48, generator=torch.Generator().manual_seed(seed)) ** 3
     quantized = quantize_weight(weight, QuantConfig(qformat=qformat, group_size=group_size), group_size)

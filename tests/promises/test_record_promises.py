@@ -68,14 +68,11 @@ from scripts.campaigns.oracle import CheckedEngine, ExactModel, one_by_one
 
 # --- requests and statistics ---
 
-steps = st.lists(st.integers(0, 5).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=1, max_size=12)
+steps = st.lists(st.integers(0, 5).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=1, max_size=6)
 
 
 @given(
-    drafts=steps,
-    max_new_tokens=st.integers(1, 20),
-    end=st.none() | st.integers(0, 12),
-    num_predicted=st.integers(0, 5),
+    drafts=steps, max_new_tokens=st.integers(1, 20), end=st.none() | st.integers(0, 12), num_predicted=st.integers(0, 5)
 )
 def test_commit_ends_tokens_keys_and_counts_at_one_place(
     drafts: list[tuple[int, int]], max_new_tokens: int, end: int | None, num_predicted: int
@@ -297,7 +294,7 @@ class Greedy:
 
 
 @pytest.mark.parametrize("make", [lambda: NgramLookup(2), Greedy], ids=["ngram", "greedy"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_replay_counts_what_the_loop_counts_and_forgets(seed: int, make: Callable[[], Any]) -> None:
     traces, batch_size = traces_of(seed, 5), 1 + seed % 3
     engine = engine_of(batch_size)
@@ -326,10 +323,9 @@ def test_sample_is_spread_over_all_traces(num: int, length: int, most: int) -> N
 LINEAR = CostModel([StepCost(1, c, n, 1e-3 * (5 + 2 * n) + 1e-6 * c) for c in (0, 1000) for n in (1, 21)], host_s=0.5)
 
 
-@given(rows=st.lists(st.tuples(st.integers(1, 900), st.integers(0, 10)), min_size=1, max_size=1))
-def test_costs_are_their_definition(rows: list[tuple[int, int]]) -> None:
+@given(num_tokens=st.integers(1, 900), draft_len=st.integers(0, 10))
+def test_costs_are_their_definition(num_tokens: int, draft_len: int) -> None:
     """A step of n + 1 tokens after c: on the lines that were measured."""
-    ((num_tokens, draft_len),) = rows
     expected = 1e-3 * (5 + 2 * (draft_len + 1)) + 1e-6 * (num_tokens - 1) + 0.5
     step = ReplayedStep((num_tokens,), (draft_len,), is_first=False)
     assert step_s(step, LINEAR, 16) == pytest.approx(expected, rel=1e-9, abs=1e-9)

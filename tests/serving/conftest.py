@@ -84,6 +84,7 @@ def _listening(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator[Cal
         def make(drafter: AnySpec | None = None, **options: Any) -> Listening:
             served, app = stack.enter_context(opened(llama_engine_dir, chat_tokenizer_dir, drafter, **options))
             bound = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # a long answer soon waits for its reader
             server = uvicorn.Server(
                 uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=1)
             )
@@ -96,6 +97,6 @@ def _listening(llama_engine_dir: Path, chat_tokenizer_dir: Path) -> Iterator[Cal
 
             stack.callback(stop)
             port = bound.getsockname()[1]
-            return Listening(f"http://127.0.0.1:{port}", port, served)
+            return Listening(f"http://127.0.0.1:{port}", port, served, server.server_state.connections)
 
         yield make

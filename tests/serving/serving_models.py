@@ -98,3 +98,4 @@ class Listening:
     url: str
     port: int
     model: ServedModel
+    connections: set[Any]

@@ -44,20 +44,17 @@ def test_a_message_is_what_the_model_says_after_the_rendered_conversation(served
     assert chat(served, messages=developer)["choices"] == found["choices"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+def test_special_tokens_in_messages_can_be_refused(served: Served, make_served: Any) -> None:
+    """The default is that a text's `</s>` becomes the token, as in other servers."""
+    strict = make_served(None, refuse_special_tokens=True)
+    for body in (
         {"messages": [{"role": "user", "content": "a</s>b"}]},
         {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "</s>"}, MESSAGES[3]]},
         {"messages": MESSAGES, "chat_template_kwargs": {"name": ["<s>"]}},
-    ],
-)
-def test_special_tokens_in_messages_can_be_refused(body: dict[str, Any], served: Served, make_served: Any) -> None:
-    """The default is that a text's `</s>` becomes the token, as in other servers."""
-    assert served.post(CHAT, **body, max_tokens=1).status_code == 200
-    strict = make_served(None, refuse_special_tokens=True)
-    refused = strict.post(CHAT, **body, max_tokens=1)
-    assert refused.status_code == 400 and refused.json()["error"]["code"] == "special_token"
+    ):
+        assert served.post(CHAT, **body, max_tokens=1).status_code == 200
+        refused = strict.post(CHAT, **body, max_tokens=1)
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "special_token"
     assert strict.post(CHAT, messages=MESSAGES, max_tokens=1).status_code == 200  # the template's own are no text
 
 
@@ -116,21 +113,3 @@ def test_logprobs_of_chat_have_tokens_and_their_bytes(served: Served) -> None:
         for entry in chunk["choices"][0]["logprobs"]["content"]
     ]
     assert again == entries
-
-
-def test_a_later_turn_finds_what_was_computed_for_the_earlier_ones(served: Served) -> None:
-    """The prompt's K/V, and those of the answer that was generated, but its last token's."""
-    served.llm.engine.clear_cache()
-    tokens = served.llm.encode("Once upon a time there was a little dog. The dog")[0]
-    first = served.complete(prompt=tokens, max_tokens=20, ignore_eos=True, logprobs=0)
-    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    (output,) = served.llm.generate(tokens, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-    served.llm.engine.clear_cache()
-    served.complete(prompt=tokens, max_tokens=20, ignore_eos=True)
-    turn = [*tokens, *output.token_ids, *served.llm.encode(" The girl")[0]]
-    cold_text = served.llm.generate(turn, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))[0].text
-    served.llm.engine.clear_cache()
-    served.complete(prompt=tokens, max_tokens=20, ignore_eos=True)
-    second = served.complete(prompt=turn, max_tokens=10, ignore_eos=True)
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == len(tokens) + 20 - 1
-    assert second["choices"][0]["text"] == cold_text

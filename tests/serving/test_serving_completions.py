@@ -136,24 +136,6 @@ def test_a_client_that_says_nothing_gets_samples_of_16_tokens(served: Served, mo
     assert [one.request.sampling.temperature for one in submitted] == [1.0]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_nothing_of_a_stop_word_or_after_it_is_shown(served: Served, stream: bool) -> None:
-    (full,) = expected(served, PROMPT, temperature=0, max_tokens=40, ignore_eos=True)
-    word = full.text[12:16]
-    (cut,) = expected(served, PROMPT, temperature=0, max_tokens=40, ignore_eos=True, stop=word)
-    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "ignore_eos": True, "stop": [word, "never there"]}
-    if stream:
-        chunks = served.stream(**body, stream_options={"include_usage": True})
-        text = "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1])
-        finish, usage = chunks[-2]["choices"][0]["finish_reason"], chunks[-1]["usage"]
-    else:
-        found = served.complete(**body)
-        text, finish, usage = found["choices"][0]["text"], found["choices"][0]["finish_reason"], found["usage"]
-    assert text == cut.text == full.text[: full.text.index(word)]
-    assert finish == "stop"
-    assert usage["completion_tokens"] == len(cut.token_ids) < 40
-
-
 @pytest.mark.parametrize("stop", ["</s>", ["never there", "</s>"]])
 def test_a_special_token_that_is_named_as_a_stop_word_is_one(served: Served, stop: Any) -> None:
     """lm-eval sends the name of the tokenizer's end token."""

@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_a_client_that_goes_away_frees_its_sequences(
     gate.open()
     wait_until(lambda: not loop.unfinished())
     assert loop.totals.num_finished == {"abort": 16}
-    assert loop.totals.num_generated_tokens < 16 * 120
+    assert loop.totals.num_generated_tokens <= 4 * 4  # of four that ran, in their fourth step
     assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
 
 
@@ -87,22 +88,6 @@ def test_a_client_that_reads_slowly_holds_up_nobody(make_listening: Callable[...
         rest += chunk
     slow.close()
     assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and texts(rest.decode()) == expected
-
-
-def test_an_answer_is_the_same_alone_and_among_many(make_listening: Callable[..., Listening]) -> None:
-    listening = make_listening()
-    bodies = [
-        LONG
-        | {
-            "prompt": f"{'the dog ' * i}{PROMPT}", "max_tokens": 30, "temperature": i % 2, "seed": i,
-            "stream": i % 3 == 0,
-        }
-        for i in range(16)
-    ]  # fmt: skip
-
-    alone = [texts(read_all(send(listening.port, body))[1]) for body in bodies]
-    together = [send(listening.port, body) for body in bodies]
-    assert [texts(read_all(connection)[1]) for connection in together] == alone
 
 
 def test_connections_beyond_the_bound_are_refused_politely(
@@ -167,11 +152,11 @@ def test_an_answer_that_nobody_reads_is_given_up(
     monkeypatch.setattr("commands.serve.http.server.READING_S", 0.2)
     listening = make_listening()
     body = LONG | {
-        "prompt": "the dog " * 10, "max_tokens": 90, "n": 100, "echo": True, "logprobs": 20, "stream": stream,
+        "prompt": "the dog " * 10, "max_tokens": 90, "n": 12, "echo": True, "logprobs": 20, "stream": stream,
     }  # fmt: skip
-    connection = send(listening.port, body, receive_buffer=4096)  # four megabytes, of which the sockets hold less
+    connection = send(listening.port, body, receive_buffer=4096)  # half a megabyte, of which the sockets hold less
     wait_until(lambda: not listening.model.loop.unfinished() and listening.model.loop.totals.num_finished)
-    wait_until(lambda: not any(type(one) is BoundedProtocol and one.connections for one in gc.get_objects()))
+    wait_until(lambda: not listening.connections)
     with pytest.raises(ConnectionError):
         read_all(connection)
 
@@ -203,16 +188,25 @@ def test_a_refusal_reaches_a_client_that_is_still_sending(make_listening: Callab
             assert read_all(connection)[0] == status
 
 
-def test_nothing_is_left_of_a_connection_that_ended(make_listening: Callable[..., Listening]) -> None:
-    listening = make_listening()
+def test_nothing_is_left_of_a_connection_that_ended(
+    make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listening, made, begin = make_listening(), list[weakref.ref[BoundedProtocol]](), BoundedProtocol.connection_made
+
+    def noted(protocol: BoundedProtocol, transport: Any) -> None:
+        made.append(weakref.ref(protocol))
+        begin(protocol, transport)
+
+    monkeypatch.setattr(BoundedProtocol, "connection_made", noted)
     for _ in range(5):
         assert read_all(get(listening.port, "/health"))[0] == 200
 
-    def has_none() -> bool:
+    def are_gone() -> bool:
         gc.collect()
-        return not any(type(one) is BoundedProtocol for one in gc.get_objects())
+        return not any(one() for one in made)
 
-    wait_until(has_none)
+    assert len(made) == 5
+    wait_until(are_gone)
 
 
 @contextmanager
@@ -293,8 +287,8 @@ def test_second_signal_ends_what_is_unfinished(forks: Forks, llama_engine_dir: P
 
 def test_a_client_that_reads_nothing_leaves_no_traceback_at_the_end(forks: Forks, llama_engine_dir: Path) -> None:
     with process(forks, llama_engine_dir, "--shutdown-timeout", "0.2") as (server, port):
-        connection = send(port, LONG | {"n": 128, "stream": True, "logprobs": 20})
-        wait_until(lambda: generated(read_all(get(port, "/metrics"))[1]) > 2000)
+        connection = send(port, LONG | {"n": 32, "stream": True, "logprobs": 20}, receive_buffer=4096)
+        wait_until(lambda: generated(read_all(get(port, "/metrics"))[1]) > 500)  # half a megabyte
         server.send_signal(signal.SIGTERM)
         assert server.wait(HANG_S) == 0
         connection.close()
@@ -336,12 +330,3 @@ def test_over_tls_an_answer_comes_and_nothing_in_the_clear(
                 "127.0.0.1", port, timeout=HANG_S, context=ssl.create_default_context()
             )
             strict.request("GET", "/health")
-
-
-def test_a_port_that_is_taken_is_told_before_anything_is_opened(
-    llama_engine_dir: Path, forks: Forks, said: Said
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = forks.run("serve", "--engine-dir", llama_engine_dir, "--port", taken.getsockname()[1])
-    assert result.returncode == 1
-    said(result)

@@ -42,11 +42,7 @@ WRONG = {
     "too long by far": ({"prompt": "x" * 1_000_000}, "prompt"),
     "too many tokens": ({"prompt": PROMPT, "max_tokens": 1000}, "max_tokens"),
     "no tokens": ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
-    "cold": ({"prompt": PROMPT, "temperature": -0.1}, "temperature"),
-    "top_k": ({"prompt": PROMPT, "top_k": -2}, "top_k"),
     "top_k above the vocabulary": ({"prompt": PROMPT, "top_k": 1_000_000}, "top_k"),
-    "n": ({"prompt": PROMPT, "n": 0}, "n"),
-    "logprobs": ({"prompt": PROMPT, "logprobs": 21}, "logprobs"),
     "stop": ({"prompt": PROMPT, "stop": ["x"] * 33}, "stop"),
     "an empty stop": ({"prompt": PROMPT, "stop": ""}, "stop"),
     "seed": ({"prompt": PROMPT, "seed": 2**70}, "seed"),
@@ -54,7 +50,6 @@ WRONG = {
     "bias of a word": ({"prompt": PROMPT, "logit_bias": {"ball": 1}}, "logit_bias"),
     "bias of a foreign id": ({"prompt": PROMPT, "logit_bias": {"100000": 1}}, "logit_bias"),
     "foreign stop id": ({"prompt": PROMPT, "stop_token_ids": [100_000]}, "stop_token_ids"),
-    "penalty": ({"prompt": PROMPT, "presence_penalty": 3}, "presence_penalty"),
     "suffix": ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
     "no expression": ({"prompt": PROMPT, "guided_regex": "(a"}, "guided_regex"),
     "a schema of no type": ({"prompt": PROMPT, "json_schema": {"type": "strange"}}, "json_schema"),
@@ -92,6 +87,7 @@ WRONG = {
     "no token left": ({"prompt": PROMPT, "guided_regex": "[a-z]+", "allowed_token_ids": [0]}, "allowed_token_ids"),
     "no token of a grammar": ({"prompt": PROMPT, "regex": "(a|b)+ ", "bad_words": ["a", "b", "ab"]}, "bad_words"),
     "a multiple below 0": ({"prompt": PROMPT, "json_schema": {"type": "integer", "multipleOf": -3}}, "json_schema"),
+    "a priority beyond 64 bits": ({"prompt": PROMPT, "priority": 2**63}, "priority"),
     "a prediction of nothing": ({"prompt": PROMPT, "prediction": {"type": "content"}}, "prediction"),
 }
 
@@ -361,26 +357,31 @@ def test_what_takes_too_long_is_ended(make_served: MakeServed, gate: Gate, strea
     wait_until(lambda: not served.model.loop.unfinished())
 
 
-def test_a_key_is_asked_for_everywhere_but_at_the_door(make_served: MakeServed) -> None:
-    served = make_served(None, api_key="secret")
+@pytest.fixture(scope="module")
+def keyed(make_served: MakeServed) -> Served:
+    return make_served(None, api_key="secret")
+
+
+def test_a_key_is_asked_for_everywhere_but_at_the_door(keyed: Served) -> None:
     for path in ("/v1/models", "/metrics", "/requests", "/tokenizer_info", "/openapi.json", "/nothing"):
-        response = served.client.get(path)
+        response = keyed.client.get(path)
         check_error(response, 401)
         assert "secret" not in response.text
-        check_error(served.client.get(path, headers={"Authorization": "Bearer secre"}), 401)
-    check_error(served.post(COMPLETIONS, prompt="a"), 401)
+        check_error(keyed.client.get(path, headers={"Authorization": "Bearer secre"}), 401)
+    check_error(keyed.post(COMPLETIONS, prompt="a"), 401)
     for path in ("/", "/health"):
-        assert served.client.get(path).status_code == 200
+        assert keyed.client.get(path).status_code == 200
     key = {"Authorization": "Bearer secret"}
-    assert served.client.get("/v1/models", headers=key).status_code == 200
-    assert served.client.post(COMPLETIONS, json={"prompt": "a"}, headers=key).status_code == 200
+    assert keyed.client.get("/v1/models", headers=key).status_code == 200
+    assert keyed.client.post(COMPLETIONS, json={"prompt": "a"}, headers=key).status_code == 200
 
 
-def test_a_key_is_compared_as_http_says(make_served: MakeServed) -> None:
-    served = make_served(None, api_key="secret")
-    for scheme, status in (("bearer", 200), ("BEARER", 200), ("Basic", 401), ("", 401)):
-        answer = served.client.get("/v1/models", headers={"Authorization": f"{scheme} secret"})
-        assert answer.status_code == status, scheme
+def test_a_key_is_in_either_header_and_compared_as_http_says(keyed: Served) -> None:
+    given = [("Authorization", f"{scheme} secret") for scheme in ("bearer", "BEARER", "Basic", "")]
+    for (name, value), status in zip(
+        [*given, ("x-api-key", "secret"), ("x-api-key", "wrong")], (200, 200, 401, 401, 200, 401), strict=True
+    ):
+        assert keyed.client.get("/v1/models", headers={name: value}).status_code == status, (name, value)
 
 
 def test_a_name_that_leads_to_this_machine_is_not_its_own(make_served: MakeServed) -> None:
@@ -391,16 +392,6 @@ def test_a_name_that_leads_to_this_machine_is_not_its_own(make_served: MakeServe
     for host in ("evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "[", "[::1].evil.example"):
         answer = served.client.get("/v1/models", headers={"Host": host, "Origin": f"http://{host}"})
         assert check_error(answer, 403)["code"] == "host_not_allowed"
-
-
-def test_calls_of_tools_are_not_dropped_in_silence(served: Served) -> None:
-    """The template of this server's model knows none."""
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    said = {"role": "assistant", "content": "a", "tool_calls": [call]}
-    answered = {"role": "tool", "content": "b", "tool_call_id": "1"}
-    error = check_error(served.post(CHAT, messages=[*MESSAGES, said, answered]), 400, "messages")
-    assert "--tool-call-parser" in error["message"]
-    assert served.post(CHAT, messages=[*MESSAGES, said | {"tool_calls": []}], max_tokens=1).status_code == 200
 
 
 LONG = 1_000_000

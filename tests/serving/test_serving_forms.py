@@ -116,13 +116,13 @@ def test_too_many_forms_are_a_503(served: Served, monkeypatch: pytest.MonkeyPatc
 def test_hostile_forms_leave_a_server_that_answers(
     make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some of scripts/campaigns/hostile_forms.py, one of each kind twice, beside a polite client."""
+    """Some of scripts/campaigns/hostile_forms.py, one of each kind, beside a polite client."""
     monkeypatch.setattr("runtime.core.form_prover.MOST_S", 0.1)
     listening = make_listening(drafter=None)
     found: list[tuple[Any, list[str]]] = []
-    waits = politely(listening.port, lambda: found.append(attack(listening.port, range(20), 4)))
+    waits = politely(listening.port, lambda: found.append(attack(listening.port, range(10), 4)))
     (counts, wrong), *_ = found
     assert wrong == [] and waits.failures == []
-    assert counts.total() == 20 and counts[400] > 3 and counts[200] > 3 and waits.seconds
+    assert counts.total() == 10 and counts[400] > 1 and counts[200] > 1 and waits.seconds
     assert not listening.model.loop.unfinished() and listening.model.loop.takes_requests
     assert listening.model.llm.grammars._num_compiling == listening.model.llm.grammars._num_slow == 0

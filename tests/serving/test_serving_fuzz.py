@@ -33,45 +33,20 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": PROMPT},
     "/detokenize": {"tokens": [5, 6]},
 }
+TEXT_PART = {"type": "text", "text": "a"}
 ODD = [
-    None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 2**31, 2**63,
-    -(2**63),
-    10**30, "", "a", "\u0000", "\U0001f642" * 9,
-]  # fmt: skip
-ODD += [
-    [],
-    {},
-    [[]],
-    [None],
-    [0],
-    [-1],
-    [[0]],
-    ["a"],
-    ["a", 0],
-    {"": 0},
-    {"type": "text"},
-    {"type": "content", "content": "a b"},
-]
-ODD += [
-    {"ngram_config": "3,2"},
-    {"ngram_config": "[3,2"},
-    {"suffix_config": [2, [0]]},
-    {"draft_len": 0},
+    None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 2**31, 2**63, -(2**63), 10**30,
+    "", "a", "\u0000", "\U0001f642" * 9, "required",
+    [], {}, [[]], [None], [0], [-1], [[0]], ["a"], ["a", 0], {"": 0}, {"0": 1, "5": -100},
+    {"type": "text"}, {"type": "any"}, {"type": "content", "content": "a b"},
+    {"ngram_config": "3,2"}, {"ngram_config": "[3,2"}, {"suffix_config": [2, [0]]}, {"draft_len": 0},
     {"include_usage": True},
-]
-ODD += [
-    {"0": 1, "5": -100},
-    [{"role": "user", "content": None}],
-    [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}],
-]
-ODD += [
+    [{"role": "user", "content": None}], [{"role": "assistant", "content": [TEXT_PART]}],
     [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     [{"type": "function", "name": "f", "parameters": {"$ref": "#"}}],
     [{"name": "f", "input_schema": {"type": "object"}}],
     [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}],
-    "required",
-    {"type": "any"},
-]
+]  # fmt: skip
 values = st.one_of(
     st.sampled_from(ODD),
     st.recursive(
@@ -95,18 +70,19 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, raw
 
 
-@settings(max_examples=examples(2000), deadline=None, suppress_health_check=list(HealthCheck))
-@given(bodies())
-def test_any_body_is_answered_or_refused(served: Served, body: tuple[str, bytes]) -> None:
-    path, raw = body
-    response = served.client.post(path, content=raw)
-    assert response.status_code in (200, 400, 404, 413), response.text
-    if response.status_code != 200:
-        assert response.json()["error"]["message"]
+def test_any_body_is_answered_or_refused_and_the_server_is_whole(served: Served, make_served: MakeServed) -> None:
+    """What the bodies left is looked for in what the server says afterwards, and in its cache."""
 
+    @settings(max_examples=examples(2000), deadline=None, suppress_health_check=list(HealthCheck))
+    @given(bodies())
+    def send(body: tuple[str, bytes]) -> None:
+        path, raw = body
+        response = served.client.post(path, content=raw)
+        assert response.status_code in (200, 400, 404, 413), response.text
+        if response.status_code != 200:
+            assert response.json()["error"]["message"]
 
-def test_the_server_is_whole_afterwards(served: Served, make_served: MakeServed) -> None:
-    """Server of the same session: what the bodies left is looked for in what it says now, and in its cache."""
+    send()
     assert not served.model.loop.unfinished() and served.model.loop.takes_requests
     fresh = make_served(None)
     for prompt in (PROMPT, "the ball the ball"):

@@ -60,13 +60,3 @@ def test_prompts_found_in_the_cache_or_not_in_pieces_or_not_have_the_same(
 def test_nothing_but_the_prompt_is_scored_without_output(served: Served) -> None:
     logprobs = scored(served, PROMPT, max_tokens=0)
     assert len(logprobs["token_logprobs"]) == len(served.llm.encode(PROMPT)[0])
-
-
-def test_a_stream_tells_the_prompts_too(served: Served) -> None:
-    whole = scored(served, PROMPT, max_tokens=5)
-    chunks = served.stream(prompt=PROMPT, max_tokens=5, echo=True, logprobs=1, temperature=0)
-    found = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [value for one in found if one for value in one[name]] == whole[name]
-    joined = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-    assert joined.startswith(PROMPT)

@@ -1,12 +1,17 @@
 """Facts that the server tells of itself: metrics by vLLM's names, its model, its tokens, its requests."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+from gate import Gate
 from prometheus_client.parser import text_string_to_metric_families
-from serving_models import PROMPT, MakeServed, Served
+from serving_models import PROMPT, WAITS, MakeServed, Served
+from waiting import wait_until
 
+from commands.serve.asking import ask_completion
+from commands.serve.protocol.schema import CompletionRequest
 from runtime.drafters.specs import NgramDrafter
 
 
@@ -80,16 +85,17 @@ def test_tokenizer_info_has_what_clients_probe_for(served: Served) -> None:
     assert "<assistant>" in info["chat_template"]
 
 
-def test_requests_on_their_way_are_listed(served: Served) -> None:
-    from commands.serve.asking import ask_completion
-    from commands.serve.protocol.schema import CompletionRequest
-
+def test_requests_on_their_way_are_listed(make_served: MakeServed, gate: Gate) -> None:
+    served = make_served(WAITS)
     assert served.client.get("/requests").json() == {"data": []}
     body = CompletionRequest(prompt=PROMPT, max_tokens=120, ignore_eos=True, n=8)
     answers = served.model.loop.submit(ask_completion(served.model, body))
+    wait_until(lambda: gate.is_reached)
     data = served.client.get("/requests").json()["data"]
     served.model.loop.cancel(answers)
-    assert data and set(data[0]) == {"id", "prompt_tokens", "completion_tokens", "tokens_per_step", "running_s"}
+    gate.open()
+    assert len(data) == 8
+    assert {*data[0]} == {"id", "prompt_tokens", "completion_tokens", "tokens_per_step", "running_s"}
     assert data[0]["prompt_tokens"] == len(served.llm.encode(PROMPT)[0])
 
 
@@ -101,16 +107,11 @@ def test_the_page_may_run_nothing_that_is_not_in_it(served: Served) -> None:
     assert "http://" not in policy and "https://" not in policy
 
 
-def test_openapi_describes_the_bodies(served: Served) -> None:
-    schema = served.client.get("/openapi.json").json()
-    described = schema["components"]["schemas"]["ChatRequest"]
-    assert described["properties"]
-    refs = set(re.findall(r'"#/components/schemas/(\w+)"', served.client.get("/openapi.json").text))
-    assert refs <= set(schema["components"]["schemas"])
-
-
-def test_openapi_says_what_is_answered(served: Served) -> None:
-    schema = served.client.get("/openapi.json").json()
+def test_openapi_says_what_is_asked_and_answered(served: Served) -> None:
+    text = served.client.get("/openapi.json").text
+    schema = json.loads(text)
+    assert schema["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {*re.findall(r'"#/components/schemas/(\w+)"', text)} <= {*schema["components"]["schemas"]}
     assert "422" not in str(schema) and "HTTPValidationError" not in schema["components"]["schemas"]
     for path in ("/v1/completions", "/v1/chat/completions"):
         responses = schema["paths"][path]["post"]["responses"]

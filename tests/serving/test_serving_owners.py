@@ -35,13 +35,13 @@ def num_cached(served: Served, path: str, body: dict[str, Any], key: str | None 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_an_owner_finds_what_it_asked_and_nothing_else(place: str, make_served: MakeServed, tmp_path: Path) -> None:
-    """Owners by `cache_salt` in all protocols, and by their API keys. Counts: nothing depends on time.
+    """Owners by `cache_salt` in all protocols, and by their API keys; of completions on the disk too.
 
     What is found is the prompt but for its last token, which is computed for its logits.
     """
     served = make_served(None, kv_cache=KVCacheConfig(disk_dir=tmp_path if place == "disk" else None))
     engine = served.llm.engine
-    for path, body in ROUTES.items():
+    for path, body in ROUTES.items() if place == "memory" else [*ROUTES.items()][:1]:
         engine.clear_cache()
         if place == "disk":
             engine.flush_disk()

@@ -9,6 +9,7 @@ from serving_models import PROMPT, TOOL_TEMPLATE, MakeServed, Served
 from test_serving_metrics import samples
 
 from commands.serve import corpora
+from commands.serve.flags import ServerOptions
 from runtime.drafters.specs import NgramDrafter, SuffixDrafter
 from runtime.engine.engine import KVCacheConfig
 from runtime.text.corpus import write_corpus
@@ -176,6 +177,6 @@ def test_corpora_of_the_server_are_everybodys(make_served: MakeServed, served: S
         make_served(None, corpus=[f"manual={path}"])
     for given in ("manual", "=x", "a="):
         with pytest.raises(UsageError, match="NAME=FILE"):
-            make_served(None, corpus=[given])
+            _ = ServerOptions(corpus=[given]).corpora
     with pytest.raises(UsageError, match="twice"):
-        make_served(None, corpus=[f"a={path}", f"a={path}"])
+        _ = ServerOptions(corpus=[f"a={path}", f"a={path}"]).corpora

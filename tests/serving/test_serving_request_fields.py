@@ -123,8 +123,6 @@ def test_a_prompt_keeps_its_last_tokens(served: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        (COMPLETIONS, {"min_tokens": 25}, None),
-        (COMPLETIONS, {"allowed_token_ids": []}, None),
         (COMPLETIONS, {"continue_final_message": True}, "continue_final_message"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ("/v1/responses", {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),

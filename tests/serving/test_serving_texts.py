@@ -70,9 +70,12 @@ def test_of_what_a_stop_word_cut_off_nothing_is_told(served: Served) -> None:
     for start in (5, 12, 13, 14, 15):
         word = full["text"][start : start + 4]
         cut = full["text"].index(word)
-        choice = served.complete(**body, stop=word)["choices"][0]
+        found = served.complete(**body, stop=[word, "never there"])
+        choice = found["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (full["text"][:cut], "stop")
-        num_kept = sum(offset < cut for offset in full["logprobs"]["text_offset"])
+        offsets = full["logprobs"]["text_offset"]
+        assert found["usage"]["completion_tokens"] == sum(offset < cut + len(word) for offset in offsets)
+        num_kept = sum(offset < cut for offset in offsets)
         assert choice["logprobs"] == {name: values[:num_kept] for name, values in full["logprobs"].items()}
         assert streamed(served, **body, stop=word) == (choice["text"], choice["logprobs"])
 
