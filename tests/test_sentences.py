@@ -65,8 +65,6 @@ NOT_SAID = {
     "disk_of_ranks": "needs several GPUs",
     "layers_of_another_head": "no test raises it",
     "no_compiler": "a process of its own says it in test_cli_interrupted.py, and tells no code",
-    "no_hidden_states": "no test raises it",
-    "no_tokenizer_for_ids": "no test raises it",
     "nothing_to_quantize": "no test raises it",
 }
 """Codes of errors without a sentence, and why."""

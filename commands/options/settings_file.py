@@ -75,7 +75,9 @@ def _check_is_no_toml(path: Path, lines: Sequence[str], first: int = 0) -> None:
         table, setting = _TABLE.fullmatch(line), _NO_COLON.fullmatch(line)
         if table or setting:
             right = f"{table[1]}:" if table else f"{setting[1]}: {setting[2]}" if setting else ""
-            raise UsageError(f"`{line.strip()}` is not YAML: {path}, line {number}", hint=f"write `{right}`")
+            raise UsageError(
+                f"settings are YAML, and `{line.strip()}` is not: {path}, line {number}", hint=f"write `{right}`"
+            )
 
 
 _TABLE = re.compile(r"\s*\[([\w-]+)\]\s*(?:#.*)?")

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -222,6 +223,7 @@ class KVDisk:
         self._is_idle, self._is_closed = True, False
         self._num_left_out = 0
         self._thread: threading.Thread | None = None
+        self.directory = directory.resolve()
         self._check_size(directory, max_bytes, config)
         self._reader, self._writer = BlockStore(directory, max_bytes), BlockStore(directory)
         try:
@@ -231,6 +233,7 @@ class KVDisk:
         except (TimeoutError, Unwritable):
             pass  # a note about other engines is not worth waiting for
         blocks.on_evict = self._copy
+        _OPEN.add(self)
 
     def _check_size(self, directory: Path, max_bytes: int | None, config: EngineConfig) -> None:
         longest = config.build_config.max_request_len
@@ -258,7 +261,8 @@ class KVDisk:
                 f"processes, {store.max_bytes / 1e6:,.1f} MB: {directory}",
             )
         others = [one for one in store.engines() if one.digest != self.digest]
-        if others and not store.knows(self.digest):
+        is_shared = any(one.directory == self.directory for one in _OPEN)  # by a target, and this is its draft model
+        if others and not is_shared and not store.knows(self.digest):
             self._tell("foreign", f"the K/V on disk belong to other engines, and none of them are read: {directory}")
 
     def add_head(self, head: HeadCache, name: str | None) -> None:
@@ -483,6 +487,7 @@ class KVDisk:
             if self._thread.is_alive():
                 return  # it ends with the process, and its transaction with it
         self._blocks.on_evict = None
+        _OPEN.discard(self)
         self._reader.close()
         self._writer.close()
 
@@ -613,3 +618,7 @@ class KVDisk:
         if what not in self._told:
             self._told.add(what)
             warnings.warn(message, SpecDecWarning, stacklevel=4)
+
+
+_OPEN: WeakSet[KVDisk] = WeakSet()
+"""Disks of the engines that are open in this process."""

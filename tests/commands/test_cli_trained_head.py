@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,25 @@ def test_ids_that_cannot_be_drafted(
         result = specdec(*flags)
         assert result.exit_code == 2
         said(result, value)
+    assert not (tmp_path / "engine").exists()
+
+
+def test_what_an_engine_lacks_for_drafts_is_said(
+    specdec: Specdec,
+    llama_dir: Path,
+    llama_engine_dir: Path,
+    head_dirs: tuple[Path, Path],
+    tmp_path: Path,
+    said: Said,
+) -> None:
+    """Hidden states for a head, and a tokenizer to choose ids by."""
+    head = ["--draft-engine-dir", head_dirs[1], "--eagle-config", 4]
+    said(specdec("run", "--engine-dir", llama_engine_dir, *head, "--input-text", "dog"), head_dirs[1])
+    model = shutil.copytree(llama_dir, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    checkpoint, engine = tmp_path / "checkpoint", ["--output-dir", tmp_path / "engine"]
+    assert specdec("convert", "--model-dir", model, "--output-dir", checkpoint).exit_code == 0
+    build = ["build", "--checkpoint-dir", checkpoint, *engine, *BUILD, *SIZES, "--self-draft", "int8"]
+    said(specdec(*build, "--draft-vocab", "auto"), checkpoint)
     assert not (tmp_path / "engine").exists()
 
 

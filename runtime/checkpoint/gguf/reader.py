@@ -245,7 +245,7 @@ class _Reader:
     def count(self, most: int) -> int:
         found = int(self.number("Q"))
         if found > most:
-            self.fail(f"it says that it holds {found:,} of something")
+            self.fail(f"it says that it holds {found:,} values")
         return found
 
     def text(self) -> str:
@@ -258,7 +258,7 @@ class _Reader:
             number = read(8)
             size = int.from_bytes(number, "little")
             if size > most:
-                self.fail(f"it says that it holds {size:,} of something")
+                self.fail(f"it says that it holds a text of {size:,} bytes")
             text = read(size)
             if len(number) + len(text) < 8 + size:
                 self.fail("it ends within its header")

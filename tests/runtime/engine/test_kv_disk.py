@@ -436,6 +436,9 @@ def test_bad_directories_and_sizes_are_one_sentence_each(
             opened(llama_engine_dir, tmp_path, disk_bytes=5 * 10**7).close()
         said(told[0])
         assert engine._disk is not None and engine._disk._writer.max_bytes == 5 * 10**7
+    other = make_engine_dir(make_model("qwen3"))
+    with opened(llama_engine_dir, tmp_path), warned():  # a target, and its draft model
+        opened(other, tmp_path).close()
     with warned("other engines") as told:
-        opened(make_engine_dir(make_model("qwen3")), tmp_path).close()
+        opened(other, tmp_path).close()
     said(told[0])
