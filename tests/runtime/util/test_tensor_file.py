@@ -64,6 +64,7 @@ def check_same(path: Path, contents: Iterator[bytes]) -> int:
     """Compare both readings of all contents; returns how many of them both refuse."""
     num_refused = 0
     for content in contents:
+        path.unlink(missing_ok=True)  # a file that is cut and written again waits for the disk
         path.write_bytes(content)
         found = ours(path)
         assert found == theirs(path), content
