@@ -27,7 +27,7 @@ def propose(drafter: Drafter, sequence: Sequence, max_draft_len: int = 10) -> li
 
 class Proposal(NamedTuple):
     tokens: list[int]
-    """Those of the sequence."""
+    """Tokens of the sequence."""
     num_remaining: int
     draft: Draft
 

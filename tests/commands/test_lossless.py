@@ -133,7 +133,7 @@ def test_difference_beyond_rounding_fails_in_every_dtype(dtype: str, twin_engine
 
 @pytest.fixture
 def session(twin_engine_dirs: dict[str, Path]) -> Iterator[Session]:
-    """Of the engine whose near ties pass."""
+    """Session of the engine whose near ties pass."""
     with session_of(twin_engine_dirs["bfloat16"]) as opened:
         yield opened
 

@@ -71,7 +71,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 def test_any_body_is_answered_or_refused_and_the_server_is_whole(served: Served, make_served: MakeServed) -> None:
-    """What the bodies left is looked for in what the server says afterwards, and in its cache."""
+    """Afterwards the server's answers and its cache have nothing of the bodies."""
 
     @settings(max_examples=examples(2000), deadline=None, suppress_health_check=list(HealthCheck))
     @given(bodies())

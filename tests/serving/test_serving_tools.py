@@ -217,7 +217,7 @@ FILE = 'def area(width, height):\n    return width * height\n\nprint(area(3, 4),
 
 
 def test_what_a_tool_gave_is_drafted_from_as_a_call_would_have_it(tooled: Served) -> None:
-    """In the arguments of a call a file's line breaks and quotes are other tokens than in the prompt."""
+    """Line breaks and quotes of a file are other tokens in the arguments of a call than in the prompt."""
     for gave, fields, copied in (
         (FILE, {}, json.dumps(FILE)),
         ("ok", {}, ""),

@@ -58,7 +58,7 @@ def opened() -> Iterator[Grammars]:
 
 grammars = pytest.fixture(opened)
 grammars_of_all = pytest.fixture(opened, scope="module", name="grammars_of_all")
-"""With one process for all forms that are hostile and all that are not."""
+"""Grammars with a single process for all forms, hostile or not."""
 
 
 def process_of(grammars: Grammars) -> psutil.Process | None:

@@ -83,7 +83,7 @@ def fit(counts: Tensor, probs: Tensor) -> Fit:
 
 NUM_DRAWS = draws(10_000, 2000)
 MORE_DRAWS = draws(10_000, 4000)
-"""Of drafts that are drawn, without cuts: so many tell how a block is accepted from how each token alone would be."""
+"""Draws of drafts without cuts: so many tell how a block is accepted from how each token alone would be."""
 KINDS = ("lookup", "one-hot distribution", "drawn")
 FEW = [("drawn", "plain"), ("drawn", "all"), ("lookup", "plain")]
 COMBINATIONS = [

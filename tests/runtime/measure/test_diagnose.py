@@ -191,7 +191,7 @@ HALF_BY_MODEL = replace(BY_MODEL, num_tokens_by_drafter={"ngram": 150, "draft-ta
     ],
 )
 def test_drafts_are_longer_than_pays_by_this_factor(drafts: Drafting, number: float, best: str, said: Said) -> None:
-    """By hand: milliseconds of a token with these drafts, by those with drafts of the best length."""
+    """Milliseconds of a token with these drafts over those with drafts of the best length, computed by hand."""
     judgement = diagnose.drafts_longer_than_pays(replace(HEALTHY, drafting=drafts))
     assert judgement is not None and judgement.is_fault
     assert judgement.number == pytest.approx(number)
