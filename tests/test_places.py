@@ -224,6 +224,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_a_drafter_is_one_spec_and_one_algorithm(tree: Path) -> None:
     """It is in `run` of both modes, `serve`, `summarize`, schemas and Python. A head is recognized by its files. A
     request's field is a flag, in bodies, refused elsewhere, recorded and obeyed.

@@ -249,6 +249,7 @@ class SharedStore:
                     problems.append(f"prompt {number} is answered wrong after the kills")
                 if engine.prompt_tokens.num_on_disk - before < len(prompts[number]) - 1:
                     problems.append(f"prompt {number} was kept, and is not found")
+                engine.flush_disk()  # a reader waits a second for a writer, and then computes
                 engine.clear_cache()
         return problems
 

@@ -100,6 +100,7 @@ def test_run_compares_tokens_where_they_must_be_equal(
     assert ids_of(result.document) == ids_of(run_wide(*arguments, "--json").document)
 
 
+@pytest.mark.slow  # the walk of the documentation has such a check too
 def test_rejection_sampling_is_compared_by_distribution(run_wide: Run, drafters: dict[str, list[object]]) -> None:
     document = run_wide(*drafters["logits"], *SAMPLING, "--top-k", 3, "--check-lossless", "--json").document
     assert_valid("run", document)

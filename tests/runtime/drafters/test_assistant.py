@@ -53,10 +53,11 @@ def check_drafts(seen: list[tuple[list[int], list[int]]], directory: Path, targe
 @pytest.mark.parametrize(
     ("form", "loop", "compiler"),
     [
-        ("K/V shared", "leader", "aot"),
+        ("K/V shared", "leader", "none"),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
             for one in (
+                ("K/V shared", "leader", "aot"),
                 ("centroids", "leader", "aot"),
                 ("K/V shared", "orchestrator", "none"),
                 ("unified", "leader", "none"),

@@ -11,6 +11,7 @@ from runtime.loop.scheduler import generate
 from scripts.tools import families
 
 
+@pytest.mark.slow  # `test_tp_layers.py` compares each piece, `test_ranks.py` the tokens of a Llama
 @pytest.mark.filterwarnings("ignore::runtime.util.errors.SpecDecWarning")
 def test_tokens_are_hugging_faces(tmp_path: Path) -> None:
     """Layers that are one in the checkpoint, experts and states; `scripts.tools.families` tries every family so."""
