@@ -491,7 +491,7 @@ class Always:
     def forget(self, request_id: int) -> None: ...
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(6))  # the fifth and the sixth find again what was preempted
 def test_totals_of_a_server_are_sums_of_its_answers(seed: int) -> None:
     """Each request drafts in its own way: as the server does, with a drafter of its own, or not at all."""
     draw = random.Random(seed)
