@@ -32,9 +32,9 @@ from runtime.util.temporary import temporary_dir
 SOURCES_DIR = Path(__file__).parent / "csrc"
 _SOURCES = sorted(SOURCES_DIR.glob("*.cpp"))
 _HEADERS = sorted(SOURCES_DIR.glob("*.h"))
-_HALF = ("linear", "linear_attention", "quantized", "sampling", "selective_scan", "short_conv")
-"""Source files that take 40 of the compiler's 90 s together, in one piece; the others are the second. More pieces would
-each parse torch's headers, which takes 5 s.
+_HALF = ("linear", "quantized", "sampling")
+"""Source files that take 40 of the compiler's 90 s together, and share templates. More pieces would each parse torch's
+headers, which takes 5 s. With more files in this piece the compiler inlines less, and steps take about a tenth longer.
 """
 _FUSED = "--param=avoid-fma-max-bits=0"
 """Option by which GNU's compiler uses fused multiply-add in all loops. Tuned for AMD's Zen 2 and 3 it would use it
