@@ -75,7 +75,8 @@ _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # so on in the layers behind: logits then differ by as much as quantization itself changes them. A step that is wired
 # wrongly differs by the whole norm. Each quantized layer is also checked by itself, within `_TOLERANCE`. Inputs in 16
 # bits change little, but more than other differences in float32. Quantized keys and values are compared as the engine
-# has stored them; those of other ranks are in other processes, so a split engine has the tolerance of 8 bits.
+# has stored them. Other processes hold the keys and values of other ranks, so a split engine has the tolerance of 8
+# bits.
 _QUANTIZED_TOLERANCE = {"int8": TOLERANCE_OF_8_BITS, "int16": 5e-2, "mixed": TOLERANCE_OF_8_BITS}
 
 

@@ -314,8 +314,8 @@ class Environment:
 
 @dataclass(frozen=True)
 class LogitsCheck:
-    """The engine's logits beside those of transformers' eager attention, at build: the largest absolute difference, and
-    the largest difference of a row relative to the row's norm.
+    """Comparison at build of the engine's logits with the logits of transformers' eager attention: the largest absolute
+    difference, and the largest difference of a row relative to the row's norm.
 
     If that exceeds `tolerance`, both are compared with logits of the same weights in more bits: float32 for an engine
     of 16 bits, float64 for an engine in float32.

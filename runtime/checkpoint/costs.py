@@ -62,7 +62,7 @@ class CostModel:
         return self._known[key]
 
     def _beyond(self, most: int, batch_size: int, context_len: int, num_tokens: float) -> float:
-        """Seconds of a step whose batch is larger than all measured batches; the largest of them has `most` rows.
+        """Seconds of a step whose batch is larger than the largest measured batch, which has `most` rows.
 
         The cost of the same tokens in `most` longer rows, plus the price of each further row: how much longer `most`
         tokens take in `most` rows of one token than in fewer, longer rows. The price of a token is not extrapolated:

@@ -108,7 +108,7 @@ def token_step_of(module: nn.Module, inputs: "Inputs", sizes: "Sizes", arithmeti
 
 
 def _token_step(trace: Callable[[], "CutStep"]) -> TokenStep | str:
-    """Token programs of a traced step; or why there are none, such as operations that programs lack."""
+    """Token programs of a traced step; or, as text, why there are none: an operation that they lack, for example."""
     from runtime.compiler.capture import NoTokenProgram  # not to open an engine
     from runtime.compiler.token_program import lower
 

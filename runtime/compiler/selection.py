@@ -60,7 +60,7 @@ def select_early(module: GraphModule, indices: str) -> None:
 
 
 def _changed(graph: Graph) -> set[Node]:
-    """Tensors that an operation of torch changes in place, and the tensors of which these are views."""
+    """Tensors that an operation of torch changes in place; if such a tensor is a view, its base tensor too."""
     changed: set[Node] = set()
     for node in reversed(graph.nodes):
         schema = getattr(node.target, "_schema", None)

@@ -1,8 +1,9 @@
 """Answers that were given before, and the marks by which a prompt finds the answer to the same or a similar prompt.
 
-The marks are digests of the whole prompt and of its last 64 tokens, and hashes of 32 pieces of three tokens: of all
-such pieces in its last 1,024 tokens, the 32 smallest hashes, of which two prompts share many if most of their text is
-the same (Broder 1997). A wrong match does no harm: an old answer is only a draft, which the model verifies.
+The marks are digests of the whole prompt and of its last 64 tokens, and 32 hashes. A hash stands for three tokens that
+follow each other; the marks are the 32 smallest hashes of the prompt's last 1,024 tokens. Two prompts share many of
+these hashes if most of their text is the same (Broder 1997). A wrong match does no harm: an old answer is only a
+draft, which the model verifies.
 """
 
 import hashlib

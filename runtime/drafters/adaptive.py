@@ -88,7 +88,7 @@ def allocate(survivals: Seq[Seq[float]], costs: Seq[float]) -> list[int]:
 
 class AdaptiveDrafter(CompositeDrafter):
     """Drafts of another drafter, cut to the length that pays. With `draft_s`, the cost of drafting, the other drafter
-    is asked for no more tokens than pay for a row; `at_once` if it drafts all of them in one pass.
+    is asked for at most as many tokens as pay for a row. `at_once`: it drafts all tokens of a draft in one pass.
 
     `clock` times steps (`runtime.drafters.meter`); without a clock, `iteration_s` gives all prices.
     """

@@ -97,8 +97,8 @@ class Server:
         ask: Callable[[ServedModel, G], list[ServeRequest]],
         translate: Callable[[A], G],
     ) -> tuple[A, G, Group]:
-        """Parse the body, translate it to a completion or chat request, and submit the requests that `ask` makes of it;
-        returns body, translation and answers.
+        """Parse the body, translate it to a completion or chat request, and submit the requests that `ask` makes from
+        the translation. Returns the body, the translation and the answers.
         """
 
         def prepare(body: A) -> tuple[A, G, list[ServeRequest], FieldNames]:

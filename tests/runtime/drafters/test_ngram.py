@@ -81,7 +81,7 @@ def test_draft_equals_brute_force(
             draft_len = max_draft_len  # as transformers has it; the loops cut what the budget has no room for
         expected = brute_force(sequence.tokens, sizes, ranking, draft_len, end_ids)
         assert propose(drafter, sequence, max_draft_len) == expected
-        # As if these came next: what follows them is looked for in what is known, and nothing is learned.
+        # `look_ahead` drafts behind drafted tokens: it searches the texts that it knows, and learns nothing.
         drafted = run[::-1] or prompt[:2]
         ahead = drafter.look_ahead(sequence, drafted, max_draft_len)
         text, num_seen = sequence.tokens + drafted, len(sequence.tokens)
