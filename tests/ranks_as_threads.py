@@ -82,7 +82,7 @@ def split_engine(model_dir: Path, work_dir: Path, tp_size: int, way: Way = "gloo
                 pool = KVPool(shapes.layers, num_blocks, block_size, torch.float32, CPU)
                 pools[rank] = pool, [torch.zeros_like(one) for one in states[1]] if states else []
             pool, slots = pools[rank]
-            return steps[rank](*batch, *pool.tensors(), *([states[0], slots] if states else []))
+            return steps[rank](*batch, *pool.tensors, *([states[0], slots] if states else []))
 
         logits = threads.do(compute)
         assert all(torch.equal(one, logits[0]) for one in logits)

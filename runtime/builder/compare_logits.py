@@ -437,7 +437,7 @@ def _stepping(
 
     def run(rows: list[Row]) -> Tensor:
         rows = [replace(row, state_slot=1 + tables.index(row.block_table)) for row in rows]
-        inputs = *pack(rows, block_size, device).tensors(), *pool.tensors(), *state_inputs(rows, states)
+        inputs = *pack(rows, block_size, device), *pool.tensors, *state_inputs(rows, states)
         return logits_of(step(*inputs))
 
     return run, tables, pool

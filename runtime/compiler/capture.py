@@ -94,7 +94,7 @@ class StepForm:
         rows = example_rows([5, 3], 2 * self.block_size + 1, num_tokens, self.block_size, 2)
         batch = pack(rows, self.block_size, parameter.device)
         # Memory of their own: to trace views of other memory takes long.
-        pools = [[torch.empty_like(one) for one in part] for part in pool.tensors()]
+        pools = [[torch.empty_like(one) for one in part] for part in pool.tensors]
         if stand_ins is not None:
             few, num_layers = [stand_ins.index(i) for i in sorted(set(stand_ins))], len(stand_ins)
             pools = [[part[start + i] for start in range(0, len(part), num_layers) for i in few] for part in pools]
@@ -107,7 +107,7 @@ class StepForm:
             inputs_of = [{0: "num_slots", 1: length} for one, length, _ in kinds if one.width]
             recurrent = [{0: "num_slots", 2: numbers[one.recurrent]} for one, *_ in kinds if one.recurrent]
             sizes += [{0: "rows"}, inputs_of + recurrent]
-        return (*batch.tensors(), *pools, *example_states(self.shapes, rows, parameter.dtype)), tuple(sizes)
+        return (*batch, *pools, *example_states(self.shapes, rows, parameter.dtype)), tuple(sizes)
 
 
 def example_pool(shapes: Shapes, num_tokens: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:

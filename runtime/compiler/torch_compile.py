@@ -50,7 +50,7 @@ class CompiledStep:
         equal_by_chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         with _compiler_settings(self.cache_dir), equal_by_chance, instructions_looked_up():
             padded = pad_to_min_2(batch)
-            output: StepOutput = self._compiled(*padded.tensors(), *pools, *states)
+            output: StepOutput = self._compiled(*padded, *pools, *states)
         logits = logits_of(output)[: len(batch.logit_indices)]
         if not isinstance(output, tuple):
             return logits

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +31,7 @@ class Row:
     state_slot: int = 0
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Inputs of the compiled step, and nothing else. B rows, padded to the longest: Q tokens, N blocks.
 
     Several rows may be of one sequence, because all K/V are written before any is read; layers with states take rows in
@@ -46,9 +46,6 @@ class Batch:
     slot_mapping: Tensor  # (B, Q) int64
     block_tables: Tensor  # (B, N) int64
     logit_indices: Tensor  # (T,) int64 into the flattened (B, Q)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.input_ids, self.positions, self.slot_mapping, self.block_tables, self.logit_indices
 
 
 def generation_row(sequence: Sequence, draft_tokens: Seq[int]) -> Row:
@@ -71,18 +68,22 @@ def pack(rows: Seq[Row], block_size: int, device: torch.device) -> Batch:
     """The batch of these rows, made from lists: a step has few tokens, and operations on small tensors are slower."""
     Q = max(len(row.tokens) for row in rows)
     N = max(-(-(row.start + len(row.tokens)) // block_size) for row in rows)
+    input_ids: list[list[int]] = []
     positions: list[list[int]] = []
     slots: list[list[int]] = []
+    block_tables: list[list[int]] = []
     logit_indices: list[int] = []
     for b, row in enumerate(rows):
-        own = range(row.start, row.start + len(row.tokens))
-        positions.append(_padded(list(own), Q, 0))
-        own_slots = [row.block_table[position // block_size] * block_size + position % block_size for position in own]
-        slots.append(_padded(own_slots, Q, NULL_BLOCK * block_size))
-        end = b * Q + len(row.tokens)
+        num_tokens, table = len(row.tokens), row.block_table[:N]
+        padding = [0] * (Q - num_tokens)
+        own = range(row.start, row.start + num_tokens)
+        input_ids.append(row.tokens + padding)
+        positions.append([*own, *padding])
+        own_slots = [table[position // block_size] * block_size + position % block_size for position in own]
+        slots.append(own_slots + [NULL_BLOCK * block_size] * len(padding))
+        block_tables.append(table + [NULL_BLOCK] * (N - len(table)))
+        end = b * Q + num_tokens
         logit_indices += range(end - row.num_logits, end)
-    input_ids = [_padded(row.tokens, Q, 0) for row in rows]
-    block_tables = [_padded(row.block_table[:N], N, NULL_BLOCK) for row in rows]
     fields = (input_ids, positions, slots, block_tables, logit_indices)
     return Batch(*(torch.from_numpy(np.array(values, dtype=np.int64)).to(device) for values in fields))
 
@@ -137,7 +138,3 @@ def pad_to_min_2(batch: Batch) -> Batch:
         padded(batch.block_tables, max(N, 2)),
         F.pad(logit_indices, (0, max(T, 2) - T)),
     )
-
-
-def _padded(values: list[int], length: int, padding: int) -> list[int]:
-    return values + [padding] * (length - len(values))

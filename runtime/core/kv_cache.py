@@ -286,10 +286,8 @@ class KVPool:
         self.places = {layer.layer: place for place, layer in enumerate(layers)}
         if is_quantized(dtype):
             self.scales = [pool(layer.num_kv_heads, 2, block_size, torch.float32) for layer in layers]
-
-    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Cache tensors of the step: keys, values and, with 8 bits, scales."""
-        return self.keys, [*self.values, *self.scales]
+        self.tensors = self.keys, [*self.values, *self.scales]
+        """The cache as a step takes it: keys, then values and, with 8 bits, scales."""
 
     def occupy(self, blocks: range) -> None:
         """Write to all these blocks once: unwritten pages share a page of zeros, which is read faster than memory."""

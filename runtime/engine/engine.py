@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runtime.checkpoint.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.checkpoint.config import EngineConfig, Share, Size, check_arguments
-from runtime.compiler.compilation import StepFunction, logits_of
+from runtime.compiler.compilation import StepFunction
 from runtime.core.answers import Answer
 from runtime.core.batch import Row, context_row, pack, split_long_rows
 from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
@@ -613,7 +613,8 @@ class Engine:
 
     def _forward(self, rows: Seq[Row], *, by_copy: bool = False) -> Tensor:
         """Logits [logits, vocab] of all rows, one row after the other."""
-        self.check_is_open()
+        if not self._is_open:
+            self.check_is_open()
         step = self._copy_step if by_copy else self._step
         assert step is not None
         if self._reads_in_place:
@@ -626,10 +627,11 @@ class Engine:
         start = time.perf_counter()
         with torch.inference_mode():
             states = () if self._states is None else state_inputs(rows, self._states.pools)
-            output = step(*batch.tensors(), *self._pool.tensors(), *states)
-            if isinstance(output, tuple) and not by_copy:
+            output = step(*batch, *self._pool.tensors, *states)
+            logits, hidden = output if isinstance(output, tuple) else (output, None)
+            if hidden is not None and not by_copy:
                 for head in self._heads:
-                    head.keep(batch.slot_mapping.flatten(), output[1])
+                    head.keep(batch.slot_mapping.flatten(), hidden)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if by_copy:
@@ -639,7 +641,7 @@ class Engine:
             self.step_time_s += seconds
             if self._disk is not None and num_tokens > SHORT_ROW:
                 self._disk.rates.computed(num_tokens, seconds)
-        return logits_of(output)
+        return logits
 
 
 def _similar_lengths(rows: Seq[Row]) -> list[list[int]]:

@@ -85,5 +85,5 @@ def _compute(job: dict[str, Any], status: Any) -> None:
             else:
                 assert pool is not None
                 *batch, last = to_batch(message, device)
-                step(*batch, *((*pool.tensors(), last, slots) if slots else (last, *pool.tensors())))
+                step(*batch, *((*pool.tensors, last, slots) if slots else (last, *pool.tensors)))
             num_done += 1

@@ -103,7 +103,7 @@ def check_step(model: PreTrainedModel, cut: Cut) -> CutStep:
 
     def inputs() -> tuple[Any, ...]:
         pool = example_pool(shapes, 40, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-        return (*batch.tensors(), *pool.tensors(), *example_states(shapes, in_step, torch.float32))
+        return (*batch, *pool.tensors, *example_states(shapes, in_step, torch.float32))
 
     with torch.no_grad():
         expected = torch.cat([model(row[None]).logits[0, -2:] for row in rows])
@@ -177,7 +177,7 @@ def test_numbers_of_16_bits_are_rounded_where_torch_rounds_them(family: str) -> 
     use_kernels(model)
     pools = [example_pool(shapes, 40, BLOCK_SIZE, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
     states = [example_states(shapes, rows, torch.bfloat16) for _ in pools]
-    inputs = [(*batch.tensors(), *pool.tensors(), *own) for pool, own in zip(pools, states, strict=True)]
+    inputs = [(*batch, *pool.tensors, *own) for pool, own in zip(pools, states, strict=True)]
     with torch.no_grad(), experts_by_kernel(model):
         form = Step(model), shapes, BLOCK_SIZE, torch.bfloat16
         step, sized = cut_step(StepForm(*form), 0), cut_step(SizedForm(*form, given=inputs[0]), 0)

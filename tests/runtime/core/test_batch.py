@@ -98,7 +98,7 @@ def test_padding_sizes_to_two_leaves_the_logits(num_rows: int, num_tokens: int, 
     outputs = []
     for engine, inputs in zip(engines, (batch, padded), strict=True):
         with torch.inference_mode():
-            outputs.append(engine._step(*inputs.tensors(), engine._pool.keys, engine._pool.values))
+            outputs.append(engine._step(*inputs, engine._pool.keys, engine._pool.values))
     torch.testing.assert_close(outputs[1][: len(outputs[0])], outputs[0], rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(engines[1]._pool.keys, engines[0]._pool.keys, strict=True):
         torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-5, atol=1e-5)  # but for the null block

@@ -313,7 +313,7 @@ def test_pool_of_8_bits_has_scales_and_copies_them(dtype: torch.dtype) -> None:
     pool = KVPool([LayerShape(0, 2, 8, 8, None), LayerShape(1, 1, 4, 6, 16)], 3, 4, dtype, torch.device("cpu"))
     assert {tensor.dtype for tensor in (*pool.keys, *pool.values)} == {dtype}
     assert [tuple(scales.shape) for scales in pool.scales] == [(3, 2, 2, 4), (3, 1, 2, 4)]
-    every = [tensor for tensors in pool.tensors() for tensor in tensors]
+    every = [tensor for tensors in pool.tensors for tensor in tensors]
     assert len(every) == 6
     for tensor in every:
         tensor[1] = (torch.rand(tensor.shape[1:]) * 100).to(tensor.dtype)

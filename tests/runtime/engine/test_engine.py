@@ -11,12 +11,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from calls import calls_within
 from sentences import Said
 from tiny import eager_logits, forward, hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 from waiting import HANG_S
 
+import runtime
 from runtime.core.batch import Row
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.ngram import NgramLookup
@@ -27,6 +29,7 @@ from runtime.util.errors import SpecDecError, UsageError
 
 # float32 against float32: the logits are of the order of 10, and sums are taken in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+PRODUCT = Path(runtime.__file__).parent
 DRAFT_LEN = 6
 A = list(range(3, 16))
 
@@ -147,6 +150,22 @@ def test_logits_of_a_prompt_computed_in_chunks_equal_hf(make_engine: Any) -> Non
     drafts = [[5, 6], [], [7]]
     for sequence, draft, logits in zip(sequences, drafts, logits_of(engine, sequences, drafts), strict=True):
         assert_equals_hf(model, logits, sequence.tokens, draft)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (3, 1, 2), (40, 2)], ids=str)
+def test_a_step_calls_at_most_eight_functions(lengths: tuple[int, ...], llama_engine_dir: Path) -> None:
+    """And no room below calls the engine back, so that a step reads from the top down."""
+    with Engine.open(llama_engine_dir) as engine:
+        sequences = [start(A + list(range(3, 3 + length)), i) for i, length in enumerate(lengths)]
+        assert all(engine.admit(sequence) for sequence in sequences)
+        rows = [Row(s.tokens, 0, s.block_table, 1) for s in sequences]
+        engine.step(rows)  # what is done once is done
+        calls = calls_within(PRODUCT, lambda: engine.step(rows))
+    functions = {name for _, name, _ in calls}
+    assert {"Engine._forward", "pack", "PackagedStep.__call__"} <= functions  # the whole way is seen
+    assert len(functions | {"Engine.step"}) <= 8
+    own = PRODUCT / "engine"
+    assert not [call for call in calls if call[2].is_relative_to(own) and not call[0].is_relative_to(own)]
 
 
 @pytest.mark.one_in(4)

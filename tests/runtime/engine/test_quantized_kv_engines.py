@@ -103,7 +103,7 @@ def check_logits(engine_dir: Path, model: PreTrainedModel, algorithm: str) -> No
         assert engine.admit(sequence)
         (logits,) = forward(engine, [sequence], [draft])
         engine.release(sequence)
-        assert engine.num_cache_bytes == sum(one.nbytes for tensors in engine._pool.tensors() for one in tensors)
+        assert engine.num_cache_bytes == sum(one.nbytes for tensors in engine._pool.tensors for one in tensors)
     torch.testing.assert_close(logits, expected(QuantizingCache(algorithm)), rtol=2e-3, atol=2e-3)
     assert (logits - expected(DynamicCache())).abs().max() > 1e-2
 

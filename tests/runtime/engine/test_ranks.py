@@ -116,7 +116,7 @@ def logits_of_ranks(model: PreTrainedModel, work_dir: Path, tp_size: int, way: W
     @torch.inference_mode()
     def compute(rank: int) -> Tensor:
         pool = KVPool(shapes.layers, 20, 4, torch.float32, CPU)
-        return steps[rank](*batch.tensors(), *pool.tensors())
+        return steps[rank](*batch, *pool.tensors)
 
     return together(way, tp_size, compute)
 
