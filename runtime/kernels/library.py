@@ -51,9 +51,9 @@ _COMPILE = """
 import os
 from contextlib import suppress
 from pathlib import Path
-os.nice(19)
+os.nice(10)
 with suppress(OSError):
-    Path("/proc/self/autogroup").write_text("19")  # else its session has an equal share of the processor
+    Path("/proc/self/autogroup").write_text("10")  # else its session has an equal share of the processor; with 19, none
 from runtime.kernels.library import main
 main()
 """
@@ -190,7 +190,7 @@ def _has_ended() -> bool:
 
 
 def begin_kernels() -> None:
-    """Start a process, with the lowest priority, that compiles the kernels into the cache and outlives this one. Does
+    """Start a process, with a low priority, that compiles the kernels into the cache and outlives this one. Does
     nothing if there is such a process.
 
     That process holds the lock that is taken here, on the file for its errors, until it ends.
