@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -188,6 +188,10 @@ class SamplingConfig:
                 hint="leave it out, or name one id or more",
                 field="allowed_token_ids",
             )
+
+    def after(self, num_tokens: int) -> "SamplingConfig":
+        """The same parameters for the rest of an output, whose first `num_tokens` tokens are in the prompt now."""
+        return replace(self, min_tokens=max(self.min_tokens - num_tokens, 0)) if self.min_tokens else self
 
     @property
     def is_greedy(self) -> bool:

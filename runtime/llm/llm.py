@@ -461,7 +461,7 @@ class LLM:
         words = tuple(word for word in params.stop_words if word not in self.special_token_ids)
         for word in words:
             word_tokens(tokenizer, "stop", word)
-        return StopWords(words, tokenizer, params.min_tokens) if words else None
+        return StopWords(words, tokenizer, params.config()) if words else None
 
     @cached_property
     def special_token_ids(self) -> dict[str, int]:
