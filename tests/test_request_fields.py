@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import pytest
 
-from commands.options.sampling_flags import FormOptions, SamplingOptions
+from commands.options.sampling_flags import ConversationOptions, FormOptions, SamplingOptions
 from commands.output.documents.settings import Sampling
 from commands.serve.protocol.schema import (
     ChatRequest,
@@ -15,12 +15,15 @@ from commands.serve.protocol.schema import (
     Forms,
     MessagesRequest,
     ResponsesRequest,
+    TokenizeRequest,
     refused_field,
 )
 from runtime.core.params import (
+    CONVERSATION_FIELDS,
     FIELDS,
     REQUEST_FIELDS,
     AnswerParams,
+    ConversationParams,
     Protocol,
     Range,
     RequestField,
@@ -29,13 +32,14 @@ from runtime.core.params import (
     fields_of,
 )
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 BODIES: dict[Protocol, Any] = {
     "completions": CompletionRequest, "chat": ChatRequest, "responses": ResponsesRequest, "messages": MessagesRequest,
 }  # fmt: skip
 FLAGS_OF_COMMANDS = {  # flags with a meaning of their own in each command, or TensorRT-LLM's names
     "n", "seed", "stop", "stop_token_ids", "max_tokens", "truncate_prompt_tokens", "logprobs",
-    "return_generation_logits", "continue_final_message",
+    "return_generation_logits",
 }  # fmt: skip
 NO_FLAGS = {
     "include_stop_str_in_output",
@@ -45,11 +49,13 @@ NO_FLAGS = {
     "logit_bias",
     "return_token_ids",
     "receipt",
+    "add_generation_prompt",
 }
 
 
 def test_every_field_is_described_once() -> None:
-    names = [field.name for described in (SamplingParams, AnswerParams) for field in dataclasses.fields(described)]
+    classes: tuple[Any, ...] = (SamplingParams, AnswerParams, ConversationParams)
+    names = [field.name for described in classes for field in dataclasses.fields(described)]
     assert names == list(REQUEST_FIELDS) and len({*names}) == len(names)
     assert {*get_args(Protocol)} == {*BODIES}
 
@@ -78,6 +84,16 @@ def test_a_body_has_each_field_or_refuses_it_unless_it_is_neutral(protocol: Prot
                 assert refused_field({name: neutral}, model) is None, name
 
 
+def test_every_body_with_a_conversation_has_the_conversations_fields() -> None:
+    for model in (ChatRequest, TokenizeRequest):
+        assert CONVERSATION_FIELDS.keys() <= model.model_fields.keys()
+    body = {"messages": [{"role": "user", "content": "the dog"}], "prompt": None}
+    for values in ({}, {"continue_final_message": True}, {"add_generation_prompt": False}):
+        for given in (values, dict.fromkeys(CONVERSATION_FIELDS) | values):
+            found = TokenizeRequest.model_validate(body | given).params_of_conversation
+            assert found == ConversationParams(**values)
+
+
 def test_every_form_is_a_field_of_all_bodies_and_a_flag() -> None:
     forms = {name for name, (_, described) in FIELDS.items() if described.shapes == "form"}
     assert forms == {field.name for field in dataclasses.fields(FormOptions)} and forms <= {*Forms.model_fields}
@@ -97,11 +113,10 @@ def test_a_range_in_a_body_is_told_by_its_schema() -> None:
 
 
 def test_every_field_has_a_flag_or_is_named_here() -> None:
-    flags = {field.name for field in dataclasses.fields(SamplingOptions)} | {
-        field.name for field in dataclasses.fields(FormOptions)
-    }
+    groups: tuple[Any, ...] = (SamplingOptions, FormOptions, ConversationOptions)
+    flags = {field.name for group in groups for field in dataclasses.fields(group)}
     assert REQUEST_FIELDS.keys() - flags == FLAGS_OF_COMMANDS | NO_FLAGS
-    assert flags - {"form"} <= FIELDS.keys()
+    assert flags - {"form"} <= REQUEST_FIELDS.keys()
 
 
 def test_a_flag_reaches_the_parameters() -> None:
@@ -113,6 +128,7 @@ def test_a_flag_reaches_the_parameters() -> None:
     assert values.keys() == {name for name, (_, described) in FIELDS.items() if described.flag is not None}
     params = SamplingOptions(**values).params()
     assert {name: getattr(params, name) for name in values} == values
+    assert ConversationOptions(continue_final_message=True).params == ConversationParams(continue_final_message=True)
 
 
 def test_every_field_of_the_engines_is_recorded() -> None:

@@ -503,23 +503,36 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class AnswerParams:
-    """Fields of a request that decide how it is read and answered, and that affect no token's choice."""
+    """Fields of a request that decide how it is answered, and that affect no token's choice."""
 
     return_token_ids: Annotated[
         bool,
         RequestField("True: the answer has the ids of the prompt and of each output. vLLM's.",
                      in_all("return_token_ids", "completions", "chat"), neutral=(False,)),
     ] = False  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ConversationParams:
+    """Fields of a request that decide how its conversation becomes a prompt."""
+
     continue_final_message: Annotated[
         bool,
         RequestField("True: the output goes on from the last message, which stays open. vLLM's.",
-                     in_all("continue_final_message", "chat"), "prompt", neutral=(False,)),
+                     in_all("continue_final_message", "chat"), "prompt", neutral=(False,),
+                     flag=Flag("Go on from the last of a prompt's `messages`, which stays open.")),
     ] = False  # fmt: skip
+    add_generation_prompt: Annotated[
+        bool,
+        RequestField("false: the prompt ends with the last message; so it does where that is continued.",
+                     in_all("add_generation_prompt", "chat"), "prompt", neutral=(True,)),
+    ] = True  # fmt: skip
 
 
 FIELDS = fields_of(SamplingParams)
 """Type and description of each field of `SamplingParams`."""
-REQUEST_FIELDS = FIELDS | fields_of(AnswerParams)
+CONVERSATION_FIELDS = fields_of(ConversationParams)
+REQUEST_FIELDS = FIELDS | fields_of(AnswerParams) | CONVERSATION_FIELDS
 MODEL_DEFAULTS = {
     name: DefaultField(
         field.in_body if int in (hint, *get_args(hint)) and field.in_body else field.range,
