@@ -51,6 +51,12 @@ NO_FLAGS = {
     "receipt",
     "add_generation_prompt",
 }
+MOST_FILES = 4
+IN_MORE_FILES = {  # words that mean other things too, and fields that are older than the rule
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "skip_special_tokens",
+    "bad_words", "max_tokens", "thinking_token_budget", "logprobs", "penalize_prompt", "logit_bias", "receipt",
+    "json_schema", "regex", "grammar", "choice",
+}  # fmt: skip
 
 
 def test_every_field_is_described_once() -> None:
@@ -92,6 +98,16 @@ def test_every_body_with_a_conversation_has_the_conversations_fields() -> None:
         for given in (values, dict.fromkeys(CONVERSATION_FIELDS) | values):
             found = TokenizeRequest.model_validate(body | given).params_of_conversation
             assert found == ConversationParams(**values)
+
+
+def test_a_field_has_few_places() -> None:
+    """A field is described once, and the files between its description and its effect do not name it. A field in as
+    few files as that is no longer one of `IN_MORE_FILES`.
+    """
+    packages = ("runtime", "commands", "specdec_cli")
+    sources = [path.read_text(encoding="utf-8") for package in packages for path in (ROOT / package).rglob("*.py")]
+    counts = {name: sum(re.search(rf"\b{name}\b", text) is not None for text in sources) for name in REQUEST_FIELDS}
+    assert {name for name, count in counts.items() if count > MOST_FILES} == IN_MORE_FILES, counts
 
 
 def test_every_form_is_a_field_of_all_bodies_and_a_flag() -> None:
