@@ -7,8 +7,10 @@ from typing import Annotated, Any, get_args
 
 import pytest
 
+from commands.options.hints import flag_of_setting
 from commands.options.sampling_flags import ConversationOptions, FormOptions, SamplingOptions
 from commands.output.documents.settings import Sampling
+from commands.output.help import as_flag
 from commands.serve.protocol.schema import (
     ChatRequest,
     CompletionRequest,
@@ -145,6 +147,11 @@ def test_a_flag_reaches_the_parameters() -> None:
     params = SamplingOptions(**values).params()
     assert {name: getattr(params, name) for name in values} == values
     assert ConversationOptions(continue_final_message=True).params == ConversationParams(continue_final_message=True)
+
+
+def test_a_field_with_a_flag_is_named_by_the_flag_in_errors() -> None:
+    flags = {name for name, (_, described) in REQUEST_FIELDS.items() if described.flag is not None}
+    assert {name: flag_of_setting(name) for name in flags} == {name: as_flag(name) for name in flags}
 
 
 def test_every_field_of_the_engines_is_recorded() -> None:
