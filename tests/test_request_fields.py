@@ -7,20 +7,25 @@ from typing import Annotated, Any, get_args
 
 import pytest
 
-from commands.options.sampling_flags import FormOptions, SamplingOptions
+from commands.options.hints import flag_of_setting
+from commands.options.sampling_flags import ConversationOptions, FormOptions, SamplingOptions
 from commands.output.documents.settings import Sampling
+from commands.output.help import as_flag
 from commands.serve.protocol.schema import (
     ChatRequest,
     CompletionRequest,
     Forms,
     MessagesRequest,
     ResponsesRequest,
+    TokenizeRequest,
     refused_field,
 )
 from runtime.core.params import (
+    CONVERSATION_FIELDS,
     FIELDS,
     REQUEST_FIELDS,
     AnswerParams,
+    ConversationParams,
     Protocol,
     Range,
     RequestField,
@@ -29,13 +34,14 @@ from runtime.core.params import (
     fields_of,
 )
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 BODIES: dict[Protocol, Any] = {
     "completions": CompletionRequest, "chat": ChatRequest, "responses": ResponsesRequest, "messages": MessagesRequest,
 }  # fmt: skip
 FLAGS_OF_COMMANDS = {  # flags with a meaning of their own in each command, or TensorRT-LLM's names
     "n", "seed", "stop", "stop_token_ids", "max_tokens", "truncate_prompt_tokens", "logprobs",
-    "return_generation_logits", "continue_final_message",
+    "return_generation_logits",
 }  # fmt: skip
 NO_FLAGS = {
     "include_stop_str_in_output",
@@ -45,11 +51,19 @@ NO_FLAGS = {
     "logit_bias",
     "return_token_ids",
     "receipt",
+    "add_generation_prompt",
 }
+MOST_FILES = 4
+IN_MORE_FILES = {  # words that mean other things too, and fields that are older than the rule
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "skip_special_tokens",
+    "bad_words", "max_tokens", "thinking_token_budget", "logprobs", "penalize_prompt", "logit_bias", "receipt",
+    "json_schema", "regex", "grammar", "choice",
+}  # fmt: skip
 
 
 def test_every_field_is_described_once() -> None:
-    names = [field.name for described in (SamplingParams, AnswerParams) for field in dataclasses.fields(described)]
+    classes: tuple[Any, ...] = (SamplingParams, AnswerParams, ConversationParams)
+    names = [field.name for described in classes for field in dataclasses.fields(described)]
     assert names == list(REQUEST_FIELDS) and len({*names}) == len(names)
     assert {*get_args(Protocol)} == {*BODIES}
 
@@ -78,6 +92,26 @@ def test_a_body_has_each_field_or_refuses_it_unless_it_is_neutral(protocol: Prot
                 assert refused_field({name: neutral}, model) is None, name
 
 
+def test_every_body_with_a_conversation_has_the_conversations_fields() -> None:
+    for model in (ChatRequest, TokenizeRequest):
+        assert CONVERSATION_FIELDS.keys() <= model.model_fields.keys()
+    body = {"messages": [{"role": "user", "content": "the dog"}], "prompt": None}
+    for values in ({}, {"continue_final_message": True}, {"add_generation_prompt": False}):
+        for given in (values, dict.fromkeys(CONVERSATION_FIELDS) | values):
+            found = TokenizeRequest.model_validate(body | given).params_of_conversation
+            assert found == ConversationParams(**values)
+
+
+def test_a_field_has_few_places() -> None:
+    """A field is described once, and the files between its description and its effect do not name it. A field in as
+    few files as that is no longer one of `IN_MORE_FILES`.
+    """
+    packages = ("runtime", "commands", "specdec_cli")
+    sources = [path.read_text(encoding="utf-8") for package in packages for path in (ROOT / package).rglob("*.py")]
+    counts = {name: sum(re.search(rf"\b{name}\b", text) is not None for text in sources) for name in REQUEST_FIELDS}
+    assert {name for name, count in counts.items() if count > MOST_FILES} == IN_MORE_FILES, counts
+
+
 def test_every_form_is_a_field_of_all_bodies_and_a_flag() -> None:
     forms = {name for name, (_, described) in FIELDS.items() if described.shapes == "form"}
     assert forms == {field.name for field in dataclasses.fields(FormOptions)} and forms <= {*Forms.model_fields}
@@ -97,11 +131,10 @@ def test_a_range_in_a_body_is_told_by_its_schema() -> None:
 
 
 def test_every_field_has_a_flag_or_is_named_here() -> None:
-    flags = {field.name for field in dataclasses.fields(SamplingOptions)} | {
-        field.name for field in dataclasses.fields(FormOptions)
-    }
+    groups: tuple[Any, ...] = (SamplingOptions, FormOptions, ConversationOptions)
+    flags = {field.name for group in groups for field in dataclasses.fields(group)}
     assert REQUEST_FIELDS.keys() - flags == FLAGS_OF_COMMANDS | NO_FLAGS
-    assert flags - {"form"} <= FIELDS.keys()
+    assert flags - {"form"} <= REQUEST_FIELDS.keys()
 
 
 def test_a_flag_reaches_the_parameters() -> None:
@@ -113,6 +146,12 @@ def test_a_flag_reaches_the_parameters() -> None:
     assert values.keys() == {name for name, (_, described) in FIELDS.items() if described.flag is not None}
     params = SamplingOptions(**values).params()
     assert {name: getattr(params, name) for name in values} == values
+    assert ConversationOptions(continue_final_message=True).params == ConversationParams(continue_final_message=True)
+
+
+def test_a_field_with_a_flag_is_named_by_the_flag_in_errors() -> None:
+    flags = {name for name, (_, described) in REQUEST_FIELDS.items() if described.flag is not None}
+    assert {name: flag_of_setting(name) for name in flags} == {name: as_flag(name) for name in flags}
 
 
 def test_every_field_of_the_engines_is_recorded() -> None:

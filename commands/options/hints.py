@@ -33,7 +33,7 @@ from commands.output.help import as_flag
 from runtime.builder.engine_options import OPTIONS, literals_of, words_of
 from runtime.checkpoint.bundle import DRAFT_VOCAB
 from runtime.checkpoint.checkpoint_dir import is_checkpoint_dir
-from runtime.core.params import FIELDS, GrammarKind
+from runtime.core.params import REQUEST_FIELDS, GrammarKind
 from runtime.drafters.specs import NgramDrafter
 from runtime.util.errors import SpecDecError
 from runtime.util.words import meant, nearest
@@ -281,7 +281,7 @@ def flag_of_setting(name: str) -> str | None:
     """The flag of a setting: of a request's field, a drafter's setting or an option of an engine; None if it has no
     flag.
     """
-    has_flag = (name in FIELDS and FIELDS[name][1].flag is not None) or users_of(name)
+    has_flag = (name in REQUEST_FIELDS and REQUEST_FIELDS[name][1].flag is not None) or users_of(name)
     if has_flag or (name in OPTIONS and OPTIONS[name][1].flags):
         return as_flag(name)
     return _OF_COMMANDS.get(name)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 import typer
 
 from commands.options.shared import EndId, MaxNumTokens, end_id_params
-from commands.output.help import RUNTIME, SAMPLING, option
+from commands.output.help import INPUT, RUNTIME, SAMPLING, as_flag, option
 from commands.output.output import warn
-from runtime.core.params import FIELDS, SamplingParams
+from runtime.core.params import FIELDS, REQUEST_FIELDS, ConversationParams, SamplingParams, fields_of
 from runtime.util.errors import UsageError
 from runtime.util.reading import read_utf8
 
@@ -49,29 +49,46 @@ class FormOptions:
         return {name: value for name, value in vars(self.read()).items() if value is not None}
 
 
-def _flag_of(name: str) -> tuple[str, Any, Any]:
-    """A field of `SamplingOptions`: its name, its type with the flag, and its default, which is None unless the help
-    shows a default.
+def _flag_of(name: str, panel: str, default: Any) -> tuple[str, Any, Any]:
+    """A field of a group: its name, its type with the flag, and its default, which is None unless the help shows a
+    default.
     """
-    hint, described = FIELDS[name]
+    hint, described = REQUEST_FIELDS[name]
     assert described.flag is not None
     (kind,) = (one for one in get_args(hint) or (hint,) if one is not NoneType)
     kind = list[get_args(kind)[0]] if get_origin(kind) is Sequence else kind  # type: ignore[misc]  # made at run time
-    shown = described.flag.shown
-    flag = option(SAMPLING, described.flag.help, shown=True if shown is None else shown)
-    default = getattr(SamplingParams, name)
+    shown, spellings = described.flag.shown, [as_flag(name)] if kind is bool else []
+    flag = option(panel, described.flag.help, *spellings, shown=True if shown is None else shown)
     return (name, Annotated[kind, flag], default) if shown is None else (name, Annotated[kind | None, flag], None)
 
 
-_FLAGS = [name for name, (_, described) in FIELDS.items() if described.flag is not None]
+def _group_of(params: type, panel: str) -> type:
+    """A group of the flags that a class of described fields has."""
+    names = [name for name, (_, described) in fields_of(params).items() if described.flag is not None]
+    flags = [_flag_of(name, panel, getattr(params, name)) for name in names]
+    return make_dataclass(f"_{params.__name__}Flags", flags, frozen=True)
+
 
 if TYPE_CHECKING:
 
     @dataclass(frozen=True)
     class _ParamFlags:
         def __getattr__(self, name: str) -> Any: ...
+
+    _ConversationFlags = _ParamFlags
 else:
-    _ParamFlags = make_dataclass("_ParamFlags", map(_flag_of, _FLAGS), frozen=True)
+    _ParamFlags, _ConversationFlags = _group_of(SamplingParams, SAMPLING), _group_of(ConversationParams, INPUT)
+
+_FLAGS = [name for name, (_, described) in FIELDS.items() if described.flag is not None]
+
+
+@dataclass(frozen=True)
+class ConversationOptions(_ConversationFlags):
+    """The flags of `ConversationParams`."""
+
+    @property
+    def params(self) -> ConversationParams:
+        return ConversationParams(**vars(self))
 
 
 @dataclass(frozen=True)

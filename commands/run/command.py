@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from commands.inputs.prompts import check_readable_by, read_prompts
 from commands.options.engine_choice import EngineOptions, KVDiskOptions
-from commands.options.expand import expand_groups
+from commands.options.expand import expand_groups, given_flags
 from commands.output.output import Output
 from commands.run.flags import RunGeneration, RunInputs, RunResults
 from runtime.util.errors import UsageError
@@ -43,9 +43,9 @@ def run(
     choice = replace(choice, answers_first=params.config().is_greedy and disk.kv_cache_dir is None)
     if inputs.apply_chat_template:
         choice.check_chat_template()
-    elif inputs.continue_final_message and not any(prompt.messages for prompt in prompts):
+    elif (asked := given_flags(inputs.conversation)) and not any(prompt.messages for prompt in prompts):
         raise UsageError(
-            "`--continue-final-message` needs conversations, and the prompts have no `messages`",
+            f"`{next(iter(asked))}` needs conversations, and the prompts have no `messages`",
             hint="give them in a .jsonl file with `--input-file`",
         )
     else:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from commands.options.sampling_flags import GenerationOptions
+from commands.options.sampling_flags import ConversationOptions, GenerationOptions
 from commands.options.shared import CheckLossless, OutputTraces, ReceiptIds, Receipts, Report, Stats
 from commands.output.help import INPUT, OUTPUT, RUNTIME, SAMPLING, option
 from commands.output.output import Output, check_output_files, check_report, note
@@ -45,10 +45,7 @@ class RunInputs:
             "--apply-chat-template",
         ),
     ] = False
-    continue_final_message: Annotated[
-        bool,
-        option(INPUT, "Go on from the last of a prompt's `messages`, which stays open.", "--continue-final-message"),
-    ] = False
+    conversation: ConversationOptions = field(default_factory=ConversationOptions)
 
     @property
     def paths(self) -> list[Path]:

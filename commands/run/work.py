@@ -201,7 +201,7 @@ def _make_requests(
     template = replace(setup.llm.request_of(setup.params), keep_logits=results.logits_file is not None)
     prompts = without_padding(prompts, inputs.input_file, template.end_ids)
     requests, num_truncated = list[Request](), 0
-    how = TemplateInputs(continues_last=inputs.continue_final_message)
+    how = TemplateInputs(params=inputs.conversation.params)
     for prompt in prompts:
         messages = prompt.conversation(apply_chat_template=inputs.apply_chat_template)
         content = prompt.content if messages is None else setup.llm.chat_template.encode(messages, how)

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -188,6 +188,10 @@ class SamplingConfig:
                 hint="leave it out, or name one id or more",
                 field="allowed_token_ids",
             )
+
+    def after(self, num_tokens: int) -> "SamplingConfig":
+        """The same parameters for the rest of an output, whose first `num_tokens` tokens are in the prompt now."""
+        return replace(self, min_tokens=max(self.min_tokens - num_tokens, 0)) if self.min_tokens else self
 
     @property
     def is_greedy(self) -> bool:
@@ -499,23 +503,36 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class AnswerParams:
-    """Fields of a request that decide how it is read and answered, and that affect no token's choice."""
+    """Fields of a request that decide how it is answered, and that affect no token's choice."""
 
     return_token_ids: Annotated[
         bool,
         RequestField("True: the answer has the ids of the prompt and of each output. vLLM's.",
                      in_all("return_token_ids", "completions", "chat"), neutral=(False,)),
     ] = False  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ConversationParams:
+    """Fields of a request that decide how its conversation becomes a prompt."""
+
     continue_final_message: Annotated[
         bool,
         RequestField("True: the output goes on from the last message, which stays open. vLLM's.",
-                     in_all("continue_final_message", "chat"), "prompt", neutral=(False,)),
+                     in_all("continue_final_message", "chat"), "prompt", neutral=(False,),
+                     flag=Flag("Go on from the last of a prompt's `messages`, which stays open.")),
     ] = False  # fmt: skip
+    add_generation_prompt: Annotated[
+        bool,
+        RequestField("false: the prompt ends with the last message; so it does where that is continued.",
+                     in_all("add_generation_prompt", "chat"), "prompt", neutral=(True,)),
+    ] = True  # fmt: skip
 
 
 FIELDS = fields_of(SamplingParams)
 """Type and description of each field of `SamplingParams`."""
-REQUEST_FIELDS = FIELDS | fields_of(AnswerParams)
+CONVERSATION_FIELDS = fields_of(ConversationParams)
+REQUEST_FIELDS = FIELDS | fields_of(AnswerParams) | CONVERSATION_FIELDS
 MODEL_DEFAULTS = {
     name: DefaultField(
         field.in_body if int in (hint, *get_args(hint)) and field.in_body else field.range,

@@ -22,7 +22,7 @@ def verify_all(
     verdict is NoValidToken if the sequence cannot be continued.
 
     Drafts that are compared by tokens are verified for all sequences at once. The logits of tokens that a request
-    forbids (by a grammar, a budget for thinking, `min_tokens`) are then overwritten, unless the request keeps logits.
+    forbids (by a grammar, a budget for thinking or a mask) are then overwritten, unless the request keeps logits.
     """
     by_tokens = [i for i, draft in enumerate(drafts) if not _is_by_probs(sequences[i], draft)]
     asked = [_positions(sequences[i], drafts[i], all_logits[i]) for i in by_tokens]

@@ -30,7 +30,7 @@ from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.core.generation import Output, Piece, RequestOutput
 from runtime.core.grammar import CompiledGrammar, Grammars
-from runtime.core.params import GREEDY, MODEL_DEFAULTS, Grammar, Mode, SamplingParams
+from runtime.core.params import GREEDY, MODEL_DEFAULTS, ConversationParams, Grammar, Mode, SamplingParams
 from runtime.core.request import Request, Sequence
 from runtime.core.thinking import Thinking
 from runtime.drafters.heads.head_config import has_mtp_head, hidden_states_for, read_head
@@ -246,10 +246,10 @@ class LLM:
         return self.stream(prompt, params, drafter=drafter, draft_len_mode=draft_len_mode)
 
     def _chat_prompt(
-        self, messages: Seq[Message], params: SamplingParams | None, continues_last: bool
+        self, messages: Seq[Message], params: SamplingParams | None, continue_final_message: bool
     ) -> tuple[list[int], SamplingParams]:
         """A conversation's tokens, and the parameters of its answer, which are the model's own if none are given."""
-        inputs = TemplateInputs(continues_last=continues_last)
+        inputs = TemplateInputs(params=ConversationParams(continue_final_message=continue_final_message))
         return self.chat_template.encode(messages, inputs), params or self.chat_params()
 
     @cached_property
@@ -461,7 +461,7 @@ class LLM:
         words = tuple(word for word in params.stop_words if word not in self.special_token_ids)
         for word in words:
             word_tokens(tokenizer, "stop", word)
-        return StopWords(words, tokenizer, params.min_tokens) if words else None
+        return StopWords(words, tokenizer, params.config()) if words else None
 
     @cached_property
     def special_token_ids(self) -> dict[str, int]:

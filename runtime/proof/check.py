@@ -135,7 +135,7 @@ class Checker:
                 raise SpecDecError("it has stop words, and the engine has no tokenizer")
             if not all(receipt.stop_words):
                 raise SpecDecError("a stop word has no letters: ''")
-            stop_check = StopWords(receipt.stop_words, self._tokenizer, receipt.sampling.min_tokens)
+            stop_check = StopWords(receipt.stop_words, self._tokenizer, receipt.sampling)
         request = Request(
             0,
             receipt.prompt_ids or (),

@@ -7,6 +7,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn, NotRequired, TypedDict
 
+from runtime.core.params import ConversationParams
 from runtime.text.call_formats import ReasoningFormat, ToolFormat, find_reasoning_format, find_tool_format
 from runtime.text.chat_templates import DEFAULT, TOOL_USE, chat_templates
 from runtime.util.errors import SpecDecError
@@ -26,15 +27,14 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """Values for a template besides the messages: functions to call, documents, and its own variables."""
+    """Values for a template besides the messages: functions to call, documents, its own variables, and what the
+    request says of the prompt.
+    """
 
     tools: Seq[dict[str, Any]] = ()
     documents: Seq[dict[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
-    begins_answer: bool = True
-    """True if the text ends where the assistant's answer begins; False if it ends with the last message."""
-    continues_last: bool = False
-    """True if the last message stays open, and the text ends with its content."""
+    params: ConversationParams = field(default_factory=ConversationParams)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for transformers."""
@@ -121,7 +121,8 @@ class ChatTemplate:
 
         check_messages(messages, "the conversation")
         inputs = inputs or TemplateInputs()
-        if inputs.continues_last and not messages[-1]["content"]:
+        is_continued = inputs.params.continue_final_message
+        if is_continued and not messages[-1]["content"]:
             raise SpecDecError(
                 f"the last message has no text to continue: {messages[-1]!r:.200}",
                 hint="give the message a text",
@@ -132,8 +133,8 @@ class ChatTemplate:
             compile_bounded(self.tool_text if "tools" in given else self.text)
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
-                add_generation_prompt=inputs.begins_answer and not inputs.continues_last,
-                continue_final_message=inputs.continues_last,
+                add_generation_prompt=inputs.params.add_generation_prompt and not is_continued,
+                continue_final_message=is_continued,
                 tokenize=False,
                 **given,
             )

@@ -30,6 +30,7 @@ from runtime.checkpoint.tokenizer import (
     save_tokenizer,
     token_ids,
 )
+from runtime.core.params import GREEDY, SamplingConfig
 from runtime.core.request import Request, Sequence
 from runtime.text.chat_templates import chat_templates
 from runtime.text.token_text import Texts, special_token_ids, texts_after, token_bytes
@@ -353,12 +354,12 @@ class StopWords:
 
     words: tuple[str, ...]
     tokenizer: Tokenizer
-    min_tokens: int = 0
-    """Number of an output's first tokens in which a stop word does not end the output."""
+    sampling: SamplingConfig = GREEDY
+    """The request's parameters: in the first `min_tokens` tokens of an output no stop word ends it."""
 
     def __call__(self, tokens: list[int], num_prompt_tokens: int) -> bool:
         """True if the last token completed a stop word."""
-        if len(tokens) - num_prompt_tokens <= self.min_tokens:
+        if len(tokens) - num_prompt_tokens <= self.sampling.min_tokens:
             return False
         start = self._window_start(tokens, num_prompt_tokens)
         texts = texts_after(self.tokenizer, tokens, start)
@@ -468,7 +469,7 @@ class TextStream:
     @property
     def _unstopped(self) -> int:
         """Number of characters held back that belong to the first `min_tokens` tokens, in which no stop word ends."""
-        least = self.stop_words.min_tokens if self.stop_words else 0
+        least = self.stop_words.sampling.min_tokens if self.stop_words else 0
         if not least:
             return 0
         end = self.starts[least] if len(self.starts) > least else self._num_decoded

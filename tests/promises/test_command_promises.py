@@ -213,15 +213,13 @@ def test_a_prompt_counts_once_however_many_answers_it_has(prompts: list[int], n:
 
 def test_requests_of_a_run_number_the_answers_of_each_prompt(llm: LLM) -> None:
     from commands.inputs.prompts import Prompt
+    from commands.run.flags import RunInputs
     from commands.run.work import _make_requests
 
     params = SamplingParams(n=3, max_tokens=4, seed=0)
     setup: Any = SimpleNamespace(llm=llm, params=params)
-    inputs: Any = SimpleNamespace(
-        input_file=None, apply_chat_template=False, continue_final_message=False, max_input_length=None
-    )
     prompts = [Prompt(None, (5, 6)), Prompt(None, (7, 8))]
-    of_each, requests = _make_requests(setup, prompts, inputs, SimpleNamespace(logits_file=None), None)  # type: ignore[arg-type]
+    of_each, requests = _make_requests(setup, prompts, RunInputs(), SimpleNamespace(logits_file=None), None)  # type: ignore[arg-type]
     assert [request.id for request in requests] == list(range(6))
     assert [request.return_index for request in requests] == [0, 1, 2] * 2
     assert [prompt.ids for prompt in of_each] == [(5, 6)] * 3 + [(7, 8)] * 3

@@ -102,11 +102,10 @@ def _inputs(template: str, body: Conversation) -> TemplateInputs:
         if body.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
     tools = [_tool_document(tool) for tool in body.shown_tools]
-    continues = bool(body.continue_final_message)
-    if continues and body.add_generation_prompt:
+    if body.continue_final_message and body.add_generation_prompt:
         what = "`continue_final_message` and `add_generation_prompt` cannot both be true"
         raise HTTPError(400, what, param="add_generation_prompt", code="invalid_value")
-    return TemplateInputs(tools, body.documents or (), variables, body.add_generation_prompt is not False, continues)
+    return TemplateInputs(tools, body.documents or (), variables, body.params_of_conversation)
 
 
 def lacks_switch(served: ServedModel, body: ChatRequest) -> bool:

@@ -29,7 +29,16 @@ from pydantic import (
 from commands.output.help import config_flag
 from commands.serve.http.errors import HTTPError, of_validation
 from runtime.checkpoint.generation_config import Range
-from runtime.core.params import FIELDS, REQUEST_FIELDS, GrammarKind, Protocol, RequestField, names_in
+from runtime.core.params import (
+    CONVERSATION_FIELDS,
+    FIELDS,
+    REQUEST_FIELDS,
+    ConversationParams,
+    GrammarKind,
+    Protocol,
+    RequestField,
+    names_in,
+)
 from runtime.drafters.lists import ListForm
 from runtime.drafters.specs import lookups
 
@@ -340,14 +349,14 @@ def _type_in_body(hint: Any, described: RequestField) -> Any:
     return words if kind == Sequence[str] else StopWord | words
 
 
-def _fields_in(protocol: Protocol) -> dict[str, Any]:
-    """The fields of `SamplingParams` and `AnswerParams` that the protocol has, under the protocol's names; fields of
-    grammars are in `Forms`.
+def _fields_in(protocol: Protocol, *, of_conversation: bool = False) -> dict[str, Any]:
+    """The request's fields that the protocol has, under the protocol's names: those of `ConversationParams`, or all
+    others but the fields of grammars, which are in `Forms`.
     """
     fields: dict[str, Any] = {}
     for name, in_body in names_in(protocol).items():
         hint, described = REQUEST_FIELDS[name]
-        if described.shapes != "form":
+        if described.shapes != "form" and (name in CONVERSATION_FIELDS) == of_conversation:
             kind = _type_in_body(hint, described) | None
             fields[in_body] = (kind, Field(None, description=described.help))
     return fields
@@ -364,6 +373,8 @@ if TYPE_CHECKING:
 
     class ChatFields(Described): ...
 
+    class ConversationFields(Described): ...
+
     class ResponsesFields(Described): ...
 
     class MessagesFields(Described): ...
@@ -371,6 +382,9 @@ else:
     Described = Lenient
     CompletionFields = create_model("CompletionFields", __base__=Lenient, **_fields_in("completions"))
     ChatFields = create_model("ChatFields", __base__=Lenient, **_fields_in("chat"))
+    ConversationFields = create_model(
+        "ConversationFields", __base__=Lenient, **_fields_in("chat", of_conversation=True)
+    )
     ResponsesFields = create_model("ResponsesFields", __base__=Lenient, **_fields_in("responses"))
     MessagesFields = create_model("MessagesFields", __base__=Lenient, **_fields_in("messages"))
 
@@ -539,7 +553,7 @@ class AllowedTools(Lenient):
     allowed_tools: Allowance
 
 
-class Conversation(Lenient):
+class Conversation(ConversationFields):
     """Fields of a conversation: messages and tools."""
 
     _places: list[str] | None = PrivateAttr(None)
@@ -551,10 +565,6 @@ class Conversation(Lenient):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
     documents: list[dict[str, Any]] | None = None
-    continue_final_message: bool | None = Field(None, description=REQUEST_FIELDS["continue_final_message"][1].help)
-    add_generation_prompt: bool | None = Field(
-        None, description="false: the prompt ends with the last message; so it does where that is continued."
-    )
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
         None, description="A variable for the chat template, which it may have no use for."
     )
@@ -569,6 +579,11 @@ class Conversation(Lenient):
     def said_in(self) -> str:
         """The field in which the client wrote the last message."""
         return "messages" if self._places is None else self._places[-1].partition(".")[0]
+
+    @property
+    def params_of_conversation(self) -> ConversationParams:
+        values = {name: getattr(self, name) for name in CONVERSATION_FIELDS}
+        return ConversationParams(**{name: value for name, value in values.items() if value is not None})
 
     @property
     def call_choice(self) -> Literal["none", "auto", "required"] | NamedTool:
@@ -882,7 +897,6 @@ REFUSED = _unless({
     ): (0,),
     (
         "add_special_tokens", "include_reasoning", "spaces_between_special_tokens",
-        "add_generation_prompt",
     ): (True,),
     ("vllm_xargs", "chat_template_kwargs", "mm_processor_kwargs", "parameters"): ({},),
     ("n_predict", "repeat_last_n", "sampler_seed"): (-1,),

@@ -216,9 +216,7 @@ def _num_draws_per_prefix(distributions: list[Tensor]) -> int:
 
 def _request_after(prefix: Request, tokens: list[int]) -> Request:
     """The request for the token behind `tokens`: the prefix's prompt, and tokens that were drawn after it."""
-    num_drawn, sampling = len(tokens) - len(prefix.prompt_tokens), prefix.sampling
-    if sampling.min_tokens:
-        sampling = replace(sampling, min_tokens=max(sampling.min_tokens - num_drawn, 0))
+    sampling = prefix.sampling.after(len(tokens) - len(prefix.prompt_tokens))
     return replace(prefix, prompt_tokens=tuple(tokens), max_new_tokens=1, sampling=sampling)
 
 

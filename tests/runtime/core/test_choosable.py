@@ -37,7 +37,9 @@ def left_by_brute_force(config: SamplingConfig, logits: torch.Tensor, num_genera
 def test_a_choice_is_the_best_of_what_is_left(
     rule: dict[str, Any], law: dict[str, Any], dtype: torch.dtype, kernels: Path
 ) -> None:
-    """Each position of a draft, by the kernels and without: of the tokens left the best, with its noise."""
+    """Each position of a draft, by the kernels and without: of the tokens left the best, with its noise. So it is
+    where the tokens before are in the prompt.
+    """
     load_kernels(kernels)
     ends, prompt = {2, 5}, [7, 8, 9, 10]
     config = SamplingConfig(**rule | law)
@@ -55,7 +57,10 @@ def test_a_choice_is_the_best_of_what_is_left(
             if not law:
                 assert expected == max(left, key=lambda token: (float(row[token]), -token))
             assert sampler.choose([*prompt, *draft], row) == expected
-        draft.append(sampler.choose([*prompt, *draft], row))
+        prefix = [*prompt, *draft]
+        rest = Sampler(config.after(i), prefix, 0, None, ends)
+        assert torch.equal(rest.legal(prefix, [], row[None]), sampler.legal(prefix, [], row[None]))
+        draft.append(sampler.choose(prefix, row))
         assert draft[-1] in left
     before = logits.clone()
     (chosen,) = choose_all([Positions(sampler, list(prompt), draft[:-1], logits)])

@@ -10,6 +10,7 @@ from strength import examples
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from runtime.core.params import SamplingConfig
 from runtime.measure.text_steps import token_texts
 from runtime.text.text import StopWords, TextStream, decode, output_text, word_tokens
 
@@ -124,7 +125,7 @@ def test_a_stop_word_ends_an_output_after_its_least_tokens(
 ) -> None:
     """Brute force: the first word that ends behind the text of the least tokens; streamed text is the same."""
     tokenizer = byte_level()
-    stops = StopWords(tuple(stop_words), tokenizer, least)
+    stops = StopWords(tuple(stop_words), tokenizer, SamplingConfig(min_tokens=least))
     output, is_stopped = generate(tokens, stops)
     assert len(output) > least or not is_stopped
     text = output_text(tokenizer, output, stops)
