@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gate import Gate
+from jsonschema import Draft202012Validator
 from prometheus_client.parser import text_string_to_metric_families
 from serving_models import PROMPT, WAITS, MakeServed, Served
 from waiting import wait_until
@@ -118,8 +119,10 @@ def test_openapi_says_what_is_asked_and_answered(served: Served) -> None:
         assert set(responses) == {"200", "400", "401", "403", "404", "408", "413", "429", "500", "503", "504"}
         assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
         assert responses["400"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Error"}
-    found = set(served.client.get("/v1/models/nobody").json()["error"])
-    assert set(schema["components"]["schemas"]["Error"]["properties"]["error"]["properties"]) == found
+    errors = served.client.get("/v1/models/nobody"), served.client.post("/v1/messages", json={})
+    for error, name in zip(errors, ("Error", "AnthropicError"), strict=True):
+        Draft202012Validator({"$ref": f"#/components/schemas/{name}"} | schema).validate(error.json())
+        assert set(schema["components"]["schemas"][f"{name}Words"]["properties"]) == set(error.json()["error"])
     assert "404" in schema["paths"]["/v1/models/{name}"]["get"]["responses"]
     assert schema["paths"]["/health"]["get"]["security"] == []
     (kind,) = schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]

@@ -22,7 +22,8 @@ from commands.serve.asking import ask_chat, ask_completion
 from commands.serve.http.bodies import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
 from commands.serve.http.clients import client_of, corpus_owners, salted
 from commands.serve.http.errors import FieldNames, HTTPError, fields_named, internal_error
-from commands.serve.http.openapi import ServerMetrics, answers, body_of, errors, openapi_schema, page_response
+from commands.serve.http.metrics import ServerMetrics
+from commands.serve.http.openapi import answers, body_of, errors, openapi_schema, page_response
 from commands.serve.http.other_routes import what_is_there
 from commands.serve.http.request_log import note_answers, note_error, note_model
 from commands.serve.protocol.answers import (

@@ -153,3 +153,28 @@ class ModelsAnswer(Answer):
     object: Literal["list"]
     data: list[ModelAnswer]
     models: list[dict[str, Any]]
+
+
+class ErrorWords(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """An error, as OpenAI's clients read it."""
+
+    error: ErrorWords
+
+
+class AnthropicErrorWords(Answer):
+    type: str
+    message: str
+
+
+class AnthropicError(Answer):
+    """An error, as Anthropic's clients read it."""
+
+    type: Literal["error"]
+    error: AnthropicErrorWords
