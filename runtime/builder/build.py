@@ -41,6 +41,7 @@ from runtime.checkpoint.config import (
     LogitsCheck,
     StepShape,
 )
+from runtime.compiler.capture import NoTokenProgram
 from runtime.compiler.compilation import PackagedStep, StepFunction, compile_aot
 from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, output_weight, quantize_layers, write_layers
 from runtime.compiler.torch_compile import CACHE, CompiledStep
@@ -387,10 +388,10 @@ def _with_copy(
     if isinstance(step, PackagedStep):
         assert config.arithmetic is not None
         with _machine_errors():
-            made = compile_aot(Step(copied), config.step_shape, own_dir, config.arithmetic, step.weights)
-        if made.lacks is not None:
+            written = compile_aot(Step(copied), config.step_shape, own_dir, config.arithmetic, step.weights)
+        if isinstance(written, NoTokenProgram):
             raise SpecDecError(
-                f"the copy that drafts has operations that `aot` lacks: {made.lacks}",
+                f"the copy that drafts has operations that `aot` lacks: {written.reason}",
                 hint="build with torch-compile, or without the copy",
             )
     else:
@@ -470,10 +471,10 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: in
         return _Compiled(build)
     arithmetic = fastest_arithmetic(next(model.parameters()).dtype, 1 + build.max_draft_len)
     with _machine_errors():
-        made = compile_aot(Step(model, build.hidden_states), shape, directory, arithmetic, rank=rank)
-    if made.lacks is not None:
-        return _Compiled(dataclasses.replace(build, compiler="torch-compile"), made.lacks)
-    return _Compiled(build, None, arithmetic, made.why_whole)
+        written = compile_aot(Step(model, build.hidden_states), shape, directory, arithmetic, rank=rank)
+    if isinstance(written, NoTokenProgram):
+        return _Compiled(dataclasses.replace(build, compiler="torch-compile"), written.reason)
+    return _Compiled(build, None, arithmetic, written.why_whole)
 
 
 def _compile_all(

@@ -29,7 +29,7 @@ from runtime.kernels.memory import give_back, trim
 from runtime.model.weights import Layout, num_bytes_of, write_weights
 
 if TYPE_CHECKING:
-    from runtime.compiler.capture import Inputs, Sizes
+    from runtime.compiler.capture import Inputs, NoTokenProgram, Sizes
     from runtime.compiler.cutting import CutStep
     from runtime.model.model import Step  # opening an engine must not import model code
 
@@ -58,12 +58,10 @@ class TokenStep:
 
 
 @dataclass(frozen=True)
-class Made:
-    """Result of `compile_aot`: whether the step was written, and whether it was cut into layers."""
+class Written:
+    """A step that `compile_aot` has written."""
 
-    lacks: str | None = None
-    """Operations of the model that token programs lack; if there are any, nothing was written."""
-    why_whole: str | None = None
+    why_whole: str | None
     """Reason why the step is a single program; None if it is cut into layers."""
 
 
@@ -74,14 +72,14 @@ def compile_aot(
     arithmetic: Arithmetic,
     known: Mapping[str, Tensor] | None = None,
     rank: int = 0,
-) -> Made:
+) -> "Written | NoTokenProgram":
     """Write the step's token programs as a package, and the weights that the programs need. Linear layers are computed
-    in `arithmetic`. If the programs lack an operation, nothing is written.
+    in `arithmetic`. Nothing is written if the step has no token program.
 
     Weights that are among the `known` weights of another step are not written again. With several ranks the package of
     rank 0 serves all; for the other ranks only weights are written.
     """
-    from runtime.compiler.capture import StepForm  # not to open an engine
+    from runtime.compiler.capture import NoTokenProgram, StepForm  # not to open an engine
     from runtime.compiler.cutting import cut_step
     from runtime.model.experts import experts_by_kernel
     from runtime.model.quantized import tied_output
@@ -91,35 +89,36 @@ def compile_aot(
     tied = None if build.hidden_states or build.self_draft else tied_output(step.model)
     form = StepForm(step, shape.shapes, build.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache), tied)
     with experts_by_kernel(step.model):
-        found = _token_step(lambda: cut_step(form, ARITHMETICS.index(arithmetic)))
-        if isinstance(found, str):
-            return Made(lacks=found)
+        with _tracing():
+            found = _lowered(cut_step(form, ARITHMETICS.index(arithmetic)))
+        if isinstance(found, NoTokenProgram):
+            return found
         _write(found, shape, directory, known, rank)
-    return Made(why_whole=found.cut.why_whole)
+    return Written(found.cut.why_whole)
 
 
-def token_step_of(module: nn.Module, inputs: "Inputs", sizes: "Sizes", arithmetic: int) -> TokenStep | None:
-    """A module's forward as one token program; None if token programs lack one of its operations."""
-    from runtime.compiler.capture import by_trace  # not to open an engine
-    from runtime.compiler.cutting import whole_step
+def token_step_of(module: nn.Module, inputs: "Inputs", sizes: "Sizes", arithmetic: int) -> "TokenStep | NoTokenProgram":
+    """A module's forward as one token program."""
+    from runtime.compiler.cutting import whole_step  # not to open an engine
 
-    found = _token_step(lambda: whole_step(by_trace(module, inputs, sizes), arithmetic))
-    return None if isinstance(found, str) else found
+    with _tracing():
+        return _lowered(whole_step(module, inputs, sizes, arithmetic))
 
 
-def _token_step(trace: Callable[[], "CutStep"]) -> TokenStep | str:
-    """Token programs of a traced step; or, as text, why there are none: an operation that they lack, for example."""
+def _lowered(cut: "CutStep | NoTokenProgram") -> "TokenStep | NoTokenProgram":
+    """The step with its token programs."""
     from runtime.compiler.capture import NoTokenProgram  # not to open an engine
     from runtime.compiler.token_program import lower
 
-    with _without_stack_traces(), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # warnings of a trace concern torch's developers
-        try:
-            cut = trace()
-            programs = [lower(program) for program in cut.programs]
-        except NoTokenProgram as lacks:
-            return str(lacks)
-    return TokenStep(cut, [json.dumps(dataclasses.asdict(program)).encode() for program in programs])
+    if isinstance(cut, NoTokenProgram):
+        return cut
+    codes = list[bytes]()
+    for graph in cut.programs:
+        program = lower(graph)
+        if isinstance(program, NoTokenProgram):
+            return program
+        codes.append(json.dumps(dataclasses.asdict(program)).encode())
+    return TokenStep(cut, codes)
 
 
 def _write(step: TokenStep, shape: StepShape, directory: Path, known: Mapping[str, Tensor] | None, rank: int) -> None:
@@ -193,13 +192,17 @@ def add_program(step: Any, code: bytes, weights: Mapping[str, Tensor], places: l
 
 
 @contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Record no stack traces for a graph's nodes within the block, which saves time."""
+def _tracing() -> Iterator[None]:
+    """Context for a trace: without gradients, without stack traces of a graph's nodes, which take time, and without
+    torch's warnings, which concern its developers.
+    """
     import torch.fx.config as config  # torch itself imports no name from it
 
     before = config.do_not_emit_stack_traces
     config.do_not_emit_stack_traces = True
     try:
-        yield
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         config.do_not_emit_stack_traces = before

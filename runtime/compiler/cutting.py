@@ -26,6 +26,9 @@ from torch.utils import _pytree as pytree
 from runtime.checkpoint.config import Shapes
 from runtime.compiler.capture import (
     CannotBeTraced,
+    Inputs,
+    NoTokenProgram,
+    Sizes,
     StepForm,
     attribute_of,
     by_trace,
@@ -181,14 +184,20 @@ def _of_call(number: int, name: str) -> str:
     return f"{number:04}.{name}"
 
 
-def cut_step(form: StepForm, arithmetic: int) -> CutStep:
-    """The step, with linear layers in `arithmetic`: cut into layers, or as one program. Raises CannotBeTraced."""
+def cut_step(form: StepForm, arithmetic: int) -> CutStep | NoTokenProgram:
+    """The step, with linear layers in `arithmetic`: cut into layers, or as one program; NoTokenProgram if it cannot be
+    traced.
+    """
     try:
         return _shared(_cut(form, arithmetic))
-    except (CannotBeCut, CannotBeTraced) as why_whole:
+    except (CannotBeCut, CannotBeTraced) as error:
+        why_whole = str(error)
+    try:
         graph = form.graph()
-        _use_kernels(graph, form, arithmetic)
-        return _shared(replace(_in_order(graph, _Programs(), {}), why_whole=str(why_whole)))
+    except CannotBeTraced as error:
+        return NoTokenProgram(str(error))
+    _use_kernels(graph, form, arithmetic)
+    return _shared(replace(_in_order(graph, _Programs(), {}), why_whole=why_whole))
 
 
 def _cut(form: StepForm, arithmetic: int) -> CutStep:
@@ -264,11 +273,15 @@ def _shared(step: CutStep) -> CutStep:
     return replace(step, calls=calls, twins=twins)
 
 
-def whole_step(step: GraphModule, arithmetic: int) -> CutStep:
-    """The step as one program."""
-    select_early(step, "logit_indices")
-    use_kernels(step, arithmetic)
-    return _in_order(step, _Programs(), {})
+def whole_step(module: nn.Module, inputs: Inputs, sizes: Sizes, arithmetic: int) -> CutStep | NoTokenProgram:
+    """A module's forward as one program, with linear layers in `arithmetic`; NoTokenProgram if it cannot be traced."""
+    try:
+        graph = by_trace(module, inputs, sizes)
+    except CannotBeTraced as error:
+        return NoTokenProgram(str(error))
+    select_early(graph, "logit_indices")
+    use_kernels(graph, arithmetic)
+    return _in_order(graph, _Programs(), {})
 
 
 # --- layers ---

@@ -164,7 +164,7 @@ def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: 
 
 def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> HeadProgram | None:
     """The pass as a program; None if a layer has operations that programs lack."""
-    from runtime.compiler.capture import example_rows  # with torch's compiler
+    from runtime.compiler.capture import NoTokenProgram, example_rows  # with torch's compiler
 
     block_size = pool.keys[0].shape[3]
     rows = example_rows([5, 3], 2 * block_size + 1, 2 * block_size + 1 + 5, block_size, 2)
@@ -179,7 +179,7 @@ def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: i
     sizes = (*[of_tokens] * (_NUM_BEFORE_POOLS - 1), {0: "rows", 1: "blocks of a row"}, *of_pools)
     describe_kernels()
     found = token_step_of(head_pass, tuple(inputs), sizes, arithmetic)
-    return None if found is None else HeadProgram(head_pass, found)
+    return None if isinstance(found, NoTokenProgram) else HeadProgram(head_pass, found)
 
 
 _NUM_BEFORE_POOLS, _FEW_BLOCKS = 6, 7
