@@ -18,7 +18,7 @@ from runtime.drafters.protocol import CompositeDrafter, Drafter
 
 if TYPE_CHECKING:
     from runtime.checkpoint.costs import CostModel
-    from runtime.drafters.answers import Answers
+    from runtime.drafters.answer_lookup import Answers
     from runtime.drafters.custom import GuardedDrafter
     from runtime.drafters.draft_target import DraftModel, SelfDraft
     from runtime.drafters.head_draft import HeadDraft

@@ -572,7 +572,7 @@ class GrammarDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class AnswerDrafter(DrafterSpec):
-    """Drafts the old answer to the same prompt, or to a similar prompt (`runtime.drafters.answers`)."""
+    """Drafts the old answer to the same prompt, or to a similar prompt (`runtime.drafters.answer_lookup`)."""
 
     description = Description(
         "answers",
@@ -588,7 +588,7 @@ class AnswerDrafter(DrafterSpec):
     max_draft_len: LookupLen = 10
 
     def open(self, opening: "Opener") -> "OpenDrafter":
-        from runtime.drafters.answers import AnswerLookup
+        from runtime.drafters.answer_lookup import AnswerLookup
         from runtime.drafters.opened import OpenDrafter, adapted
 
         answers = opening.answers()

@@ -21,10 +21,10 @@ from torch import Tensor
 from runtime.checkpoint.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.checkpoint.config import EngineConfig, Share, Size, check_arguments
 from runtime.compiler.compilation import StepFunction, logits_of
-from runtime.core.answers import Answer
 from runtime.core.batch import Row, context_row, pack, split_long_rows
 from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.core.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
+from runtime.core.old_answers import Answer
 from runtime.core.request import Request, Sequence
 from runtime.core.scopes import Scope
 from runtime.core.states import States, bytes_per_slot, num_rolled_back, num_slots_of, state_inputs, state_pools

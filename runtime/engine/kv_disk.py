@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.config import EngineConfig, as_json
-from runtime.core.answers import Answer
 from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Found, Owner, Record, Unwritable, as_bytes
 from runtime.core.kv_cache import BlockManager, CachedBlock, KVPool
+from runtime.core.old_answers import Answer
 from runtime.core.request import Sequence
 from runtime.core.scopes import Scope
 from runtime.core.states import States

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import EngineConfig, StepCost
 from runtime.checkpoint.costs import CostModel
-from runtime.core.answers import Answer
+from runtime.core.old_answers import Answer
 from runtime.drafters.adaptive import DraftSeconds
-from runtime.drafters.answers import Answers, AnswersFirst
+from runtime.drafters.answer_lookup import Answers, AnswersFirst
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter

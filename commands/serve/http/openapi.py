@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from pydantic.json_schema import models_json_schema
 
 from commands.serve.http.errors import ANTHROPIC_PATH
-from commands.serve.protocol import answers as answer_models
+from commands.serve.protocol import response_models
 from commands.serve.protocol import schema as body_models
 from runtime.core.scopes import KINDS
 from runtime.loop.serving import RequestHandle, ServingLoop
@@ -94,7 +94,7 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
                     response["content"] = _json_of("AnthropicError")
     own = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     named = sorted(set(re.findall(r"#/components/schemas/(\w+)", json.dumps(schema["paths"]))) - own.keys())
-    found = [getattr(answer_models, name, None) or getattr(body_models, name) for name in named]
+    found = [getattr(response_models, name, None) or getattr(body_models, name) for name in named]
     models: list[tuple[type[Any], Any]] = [(model, "validation") for model in found]
     described = models_json_schema(models, ref_template="#/components/schemas/{model}")[1]
     key = {"type": "http", "scheme": "bearer"}

@@ -25,7 +25,12 @@ from commands.serve.http.errors import FieldNames, HTTPError, fields_named, inte
 from commands.serve.http.openapi import ServerMetrics, answers, body_of, errors, openapi_schema, page_response
 from commands.serve.http.other_routes import what_is_there
 from commands.serve.http.request_log import note_answers, note_error, note_model
-from commands.serve.protocol.answers import (
+from commands.serve.protocol.anthropic_messages import MessagesReply, chat_of_messages
+from commands.serve.protocol.completions import ChatReply, CompletionReply
+from commands.serve.protocol.conversations import chat_tokens
+from commands.serve.protocol.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of
+from commands.serve.protocol.replies import TokenTexts
+from commands.serve.protocol.response_models import (
     ChatAnswer,
     CompletionAnswer,
     MessageAnswer,
@@ -33,11 +38,6 @@ from commands.serve.protocol.answers import (
     ModelsAnswer,
     ResponseAnswer,
 )
-from commands.serve.protocol.anthropic_messages import MessagesReply, chat_of_messages
-from commands.serve.protocol.completions import ChatReply, CompletionReply
-from commands.serve.protocol.conversations import chat_tokens
-from commands.serve.protocol.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of
-from commands.serve.protocol.replies import TokenTexts
 from commands.serve.protocol.schema import (
     AddCorpusRequest,
     ChatRequest,
