@@ -185,8 +185,8 @@ class LoopLimits:
 
 
 class ServingLoop:
-    """Answers requests with an engine until it is stopped. Clients take turns (`runtime.loop.turns`). `on_progress` is
-    called in the loop's thread after each step, with the answers that have grown.
+    """Answers requests with an engine until it is stopped. Clients share it by `runtime.loop.fair_queue`. `on_progress`
+    is called in the loop's thread after each step, with the answers that have grown.
     """
 
     def __init__(

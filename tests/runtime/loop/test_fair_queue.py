@@ -70,16 +70,16 @@ class Loop:
 
     def _check_turns_that_are_not_due(self) -> None:
         """Check that no sequence is passed over in a step in which no turn was looked at."""
-        turns, running = self.scheduler._turns, self.scheduler.running
-        if len(running) == MAX_BATCH_SIZE and not turns.are_due:
-            assert not any(turns.leaving(one, running) for one in turns.candidates(running))
+        queue, running = self.scheduler._queue, self.scheduler.running
+        if len(running) == MAX_BATCH_SIZE and not queue.are_due:
+            assert not any(queue.leaving(one, running) for one in queue.candidates(running))
 
     def finish(self) -> None:
         while self.scheduler.has_work:
             self.step()
             assert self.num_steps < 20_000, "it does not end"
         assert self.engine._blocks.num_free_blocks == self.engine._blocks.num_blocks - 1
-        assert not self.scheduler._turns._tickets and not self.scheduler._turns._present
+        assert not self.scheduler._queue._tickets and not self.scheduler._queue._present
 
     def running(self) -> Counter[Hashable]:
         return Counter(self._client_of[sequence.request.id] for sequence in self.scheduler.running)
@@ -127,7 +127,7 @@ def test_turns_compute_nothing_twice(reuse: bool, open_engine: Any, monkeypatch:
         return forward(engine, rows, **how)
 
     monkeypatch.setattr(Engine, "_forward", count_tokens)
-    monkeypatch.setattr("runtime.loop.turns._PATIENCE", 3)
+    monkeypatch.setattr("runtime.loop.fair_queue._PATIENCE", 3)
     loop = Loop(open_engine(block_reuse=reuse))
     sequences = [loop.add(client, num_new=20, prompt=i) for i, client in enumerate("abcdefaaaaaa")]
     loop.finish()
@@ -164,7 +164,7 @@ def test_two_clients_get_equally_many_tokens(open_engine: Any) -> None:
 
 
 def test_more_clients_than_places_all_get_on(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.loop.turns._PATIENCE", 8)
+    monkeypatch.setattr("runtime.loop.fair_queue._PATIENCE", 8)
     loop = Loop(open_engine())
     sequences = [loop.add(client, num_new=60) for client in range(9)]
     for _ in range(12):
@@ -222,7 +222,7 @@ def test_whatever_comes_and_goes_outputs_are_the_models(
 ) -> None:
     """Clients, priorities, lengths, drops, and a cache that is too small: nobody waits for ever, no block is lost."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.loop.turns._PATIENCE", patience)
+        patch.setattr("runtime.loop.fair_queue._PATIENCE", patience)
         loop = Loop(open_engine(max_tokens=max_tokens, block_reuse=reuse))
         kept: list[Sequence] = []
         for _ in range(data.draw(st.integers(1, 14))):
@@ -247,7 +247,7 @@ def test_whatever_comes_and_goes_outputs_are_the_models(
 
 def test_turns_of_a_model_with_states_and_with_drafts(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """States stay with a sequence that made room, or are computed again."""
-    monkeypatch.setattr("runtime.loop.turns._PATIENCE", 3)
+    monkeypatch.setattr("runtime.loop.fair_queue._PATIENCE", 3)
     model, cache = make_model("lfm2"), KVCacheConfig(max_tokens=120)
     engine = make_engine(model, cache, compiler="none", self_draft=SelfDraftConfig("int8"))
     loop = Loop(engine, drafter=SelfDraft(engine, use_logits=False))
@@ -263,14 +263,14 @@ def test_turns_of_a_model_with_states_and_with_drafts(make_engine: Any, monkeypa
 
 
 def test_counters_of_clients_that_left_are_bounded(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.loop.turns._MAX_REMEMBERED", 20)
+    monkeypatch.setattr("runtime.loop.fair_queue._MAX_REMEMBERED", 20)
     loop = Loop(open_engine())
     for i in range(5):
         loop.add("stays", num_new=100, prompt=i)
     for client in range(80):
         loop.add(client, num_prompt=2, num_new=1, prompt=client % 7)
         loop.step()
-    assert len(loop.scheduler._turns._used) <= 20 + 2 + MAX_BATCH_SIZE
+    assert len(loop.scheduler._queue._used) <= 20 + 2 + MAX_BATCH_SIZE
     loop.finish()
 
 
