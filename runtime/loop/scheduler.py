@@ -17,7 +17,7 @@ from runtime.core.stats import LoopTimes
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
 from runtime.loop.fair_queue import FairQueue
-from runtime.loop.pieces import PieceSizes
+from runtime.loop.prefill_chunks import ChunkSizes
 from runtime.loop.step import Stepped, check_requests, make_room, raise_first_error, release_all, step
 
 
@@ -47,8 +47,8 @@ class Scheduler:
     """Running and waiting sequences, and the step of all running sequences.
 
     The caller of `step` may add and drop sequences between two steps. Several schedulers may share an engine, in one
-    thread or in several (`runtime.util.thread_turns`). `pieces` limits the time for which generating sequences wait for
-    prompts; with None, pieces have max_num_tokens.
+    thread or in several (`runtime.util.thread_turns`). `chunks` limits the time for which generating sequences wait for
+    prompts; with None, chunks have max_num_tokens.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         max_draft_len: int | None = None,
         times: LoopTimes | None = None,
-        pieces: PieceSizes | None = None,
+        chunks: ChunkSizes | None = None,
     ) -> None:
         self.engine = engine
         self.drafter = drafter
@@ -72,7 +72,7 @@ class Scheduler:
         self._is_full = False
         self.asked_s = math.inf
         """Last time at which a step was asked for (`runtime.util.thread_turns.Holder`)."""
-        self._pieces = pieces
+        self._chunks = chunks
         self._queue = FairQueue()
         self._holding: list[Sequence] = []
         """Waiting sequences that have blocks."""
@@ -130,8 +130,8 @@ class Scheduler:
         self.times.num_iterations += 1
         seconds = time.perf_counter() - start
         self.times.wall_s += seconds
-        if self._pieces is not None and ready and is_short:
-            self._pieces.step_took(seconds - context_s)
+        if self._chunks is not None and ready and is_short:
+            self._chunks.step_took(seconds - context_s)
         if not self.has_work:
             self.engine.turns.leave(self)
         return stepped
@@ -238,13 +238,13 @@ class Scheduler:
         return not sequence.num_unscored and sequence.num_generated > 0 and is_short
 
     def _read_on(self) -> None:
-        """Read K/V from disk, in order; beside sequences that generate, for as long as a piece of a prompt may take."""
+        """Read K/V from disk, in order; beside sequences that generate, for as long as a chunk of a prompt may take."""
         unread = [sequence for sequence in self._queue.in_order(self.running) if sequence.unread]
         if not unread:
             return
         until = math.inf
-        if self._pieces is not None and any(map(self._generates, self.running)):
-            until = time.perf_counter() + self._pieces.piece_s
+        if self._chunks is not None and any(map(self._generates, self.running)):
+            until = time.perf_counter() + self._chunks.chunk_s
         for sequence in unread:
             self.engine.read_on(sequence, until)
             if time.perf_counter() >= until:
@@ -255,15 +255,15 @@ class Scheduler:
         token.
 
         A sequence that generates always steps: its few tokens are computed whatever the budget. Beside such a sequence
-        prompts get no more tokens than the next piece has (`runtime.loop.pieces`), if pieces are limited.
+        prompts get no more tokens than the next chunk has (`runtime.loop.prefill_chunks`), if chunks are limited.
         """
         num_generating = sum(map(self._generates, self.running))
         if num_generating == len(self.running):
             return list(self.running)
         budget, ready, start = self.engine.max_num_tokens, [], time.perf_counter()
-        pieces = self._pieces if num_generating else None
-        if pieces is not None:
-            budget = min(budget, pieces.num_tokens)
+        chunks = self._chunks if num_generating else None
+        if chunks is not None:
+            budget = min(budget, chunks.num_tokens)
         num_tokens = 0
         for sequence in self._queue.in_order(self.running):
             if sequence.unread:
@@ -285,8 +285,8 @@ class Scheduler:
                 self.engine.compute_context(sequence, budget)
                 num_tokens += budget
                 budget = 0
-        if pieces is not None and num_tokens:
-            pieces.piece_took(num_tokens, time.perf_counter() - start)
+        if chunks is not None and num_tokens:
+            chunks.chunk_took(num_tokens, time.perf_counter() - start)
         return ready
 
     def _release_finished(self) -> None:

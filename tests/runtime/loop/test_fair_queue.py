@@ -20,7 +20,7 @@ from runtime.core.request import Request, Sequence
 from runtime.drafters.draft_target import SelfDraft
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine, KVCacheConfig
-from runtime.loop.pieces import PieceSizes
+from runtime.loop.prefill_chunks import ChunkSizes
 from runtime.loop.scheduler import Scheduler
 
 MAX_BATCH_SIZE = 4
@@ -35,9 +35,9 @@ def open_engine(llama_engine_dir: Path) -> Callable[..., Engine]:
 class Loop:
     """A scheduler whose steps and tokens are counted, by client."""
 
-    def __init__(self, engine: Engine, pieces: PieceSizes | None = None, drafter: Drafter | None = None) -> None:
+    def __init__(self, engine: Engine, chunks: ChunkSizes | None = None, drafter: Drafter | None = None) -> None:
         self.engine = engine
-        self.scheduler = Scheduler(engine, drafter, 5 if drafter else 0, pieces=pieces)
+        self.scheduler = Scheduler(engine, drafter, 5 if drafter else 0, chunks=chunks)
         self.num_steps = 0
         self.tokens: Counter[Hashable] = Counter()
         self.first_step: dict[int, int] = {}
@@ -277,19 +277,19 @@ def test_counters_of_clients_that_left_are_bounded(open_engine: Any, monkeypatch
 @pytest.mark.parametrize("max_gap_s", [0.0, 0.5])
 @pytest.mark.parametrize("fixed_s", [0.0, 0.002, 0.05])
 @pytest.mark.parametrize("token_s", [0.0001, 0.001, 0.01])
-def test_pieces_take_what_a_gap_leaves(fixed_s: float, token_s: float, max_gap_s: float) -> None:
-    """The gap is reached, and after the first pieces not exceeded, but for the least piece, whatever a token costs."""
+def test_chunks_take_what_a_gap_leaves(fixed_s: float, token_s: float, max_gap_s: float) -> None:
+    """The gap is reached, and after the first chunks not exceeded, but for the least chunk, whatever a token costs."""
     step_s = fixed_s + 4 * token_s
-    pieces, gap_s = PieceSizes(512, max_gap_s), max(2.5 * step_s, max_gap_s)
+    chunks, gap_s = ChunkSizes(512, max_gap_s), max(2.5 * step_s, max_gap_s)
     gaps = []
     for _ in range(60):
-        piece_s = fixed_s + pieces.num_tokens * token_s
-        pieces.step_took(step_s)
-        pieces.piece_took(pieces.num_tokens, piece_s)
-        gaps.append(piece_s + step_s)
+        chunk_s = fixed_s + chunks.num_tokens * token_s
+        chunks.step_took(step_s)
+        chunks.chunk_took(chunks.num_tokens, chunk_s)
+        gaps.append(chunk_s + step_s)
     least = step_s + fixed_s + 4 * token_s
     assert max(gaps[20:]) <= max(gap_s * 1.1, least)
-    assert min(gaps[20:]) >= 0.85 * gap_s or pieces.num_tokens == 512
+    assert min(gaps[20:]) >= 0.85 * gap_s or chunks.num_tokens == 512
 
 
 def test_running_streams_wait_no_longer_than_two_steps_and_a_half(
@@ -297,7 +297,7 @@ def test_running_streams_wait_no_longer_than_two_steps_and_a_half(
 ) -> None:
     """The clock counts work: a long prompt comes while others generate. Without them it is computed at once."""
     clock = clocks.install(monkeypatch)
-    loop = Loop(open_engine(max_tokens=2000), PieceSizes(512, 0.0))
+    loop = Loop(open_engine(max_tokens=2000), ChunkSizes(512, 0.0))
     running = [loop.add(f"running {i}", num_new=70, prompt=i) for i in range(3)]
     loop.step(20)
     start = clock.now
@@ -315,7 +315,7 @@ def test_running_streams_wait_no_longer_than_two_steps_and_a_half(
     assert len(gaps) > 3 and max(gaps) <= 2.6 * step_s
     loop.finish()
     assert_are_the_models([*running, *prompts], llama)
-    alone = Loop(open_engine(max_tokens=2000), PieceSizes(512, 0.0))
+    alone = Loop(open_engine(max_tokens=2000), ChunkSizes(512, 0.0))
     sequence = alone.add("long", num_prompt=110, num_new=4, prompt=9)
     alone.step()
     assert sequence.num_generated == 1
