@@ -32,7 +32,7 @@ from runtime.text.parser import OutputForm, OutputParser, Parser, SpecialTokens
 from runtime.text.prompt import with_tools_as_text
 from runtime.text.response_template import TemplateParser
 from runtime.text.text import encode_text
-from runtime.text.thinking import prompt_end
+from runtime.text.thinking_tags import prompt_end
 from runtime.util.errors import SpecDecError
 
 _TEMPLATE_S = 2.0
