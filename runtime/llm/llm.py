@@ -75,7 +75,7 @@ from runtime.util.words import chosen
 
 if TYPE_CHECKING:
     from runtime.loop.lossless.results import LosslessCheck
-    from runtime.proof.check import Checker
+    from runtime.proof.checker import Checker
     from runtime.proof.records import Finding, Rule
 
 AnyDrafter = AnySpec | Drafter | DraftFunction
@@ -512,8 +512,8 @@ class LLM:
         return list(self.checker(rule).check(reads))
 
     def checker(self, rule: "Rule | None" = None) -> "Checker":
-        """A checker of receipts (`runtime.proof.check`); `rule` None for the rule that fits each receipt."""
-        from runtime.proof.check import Checker  # not for a first answer
+        """A checker of receipts (`runtime.proof.checker`); `rule` None for the rule that fits each receipt."""
+        from runtime.proof.checker import Checker  # not for a first answer
 
         return Checker(self.engine, self.tokenizer, self.fingerprint, lambda form: self.grammars.compiled(form), rule)
 
