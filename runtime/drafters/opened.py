@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from runtime.core.request import Draft, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter, DraftSeconds
 from runtime.drafters.meter import Clock
-from runtime.drafters.pool import NgramPool
-from runtime.drafters.pools import OwnerPools
+from runtime.drafters.ngram_pool import NgramPool
+from runtime.drafters.owner_pools import OwnerPools
 from runtime.drafters.protocol import CompositeDrafter, Drafter
 
 if TYPE_CHECKING:

@@ -276,7 +276,7 @@ class Engine:
         return ([], after) if self._used_disk is None else self._used_disk.read_answers(vocabulary, salt, after)
 
     def keep_output(self, salt: str | None, scopes: Seq[Scope], tokens: list[int]) -> None:
-        """Keep an owner's output on disk (`runtime.drafters.pools.OutputStore`); without a disk do nothing."""
+        """Keep an owner's output on disk (`runtime.drafters.owner_pools.OutputStore`); without a disk do nothing."""
         if self._used_disk is not None:
             self._used_disk.keep_output(salt, scopes, tokens)
 

@@ -20,8 +20,8 @@ from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
 from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.opened import BoundedDrafter, DraftModelSettings, ModelSettings, OpenDrafter, adapted
+from runtime.drafters.owner_pools import OwnerPools
 from runtime.drafters.parallel import ParallelDraftModel
-from runtime.drafters.pools import OwnerPools
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.translated import TranslatedDraftModel
