@@ -42,7 +42,8 @@ from runtime.checkpoint.config import (
     StepShape,
 )
 from runtime.compiler.capture import NoTokenProgram
-from runtime.compiler.compilation import PackagedStep, StepFunction, compile_aot
+from runtime.compiler.compilation import compile_aot
+from runtime.compiler.package import PackagedStep, StepFunction
 from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, output_weight, quantize_layers, write_layers
 from runtime.compiler.torch_compile import CACHE, CompiledStep
 from runtime.compiler.torch_internals import check_torch

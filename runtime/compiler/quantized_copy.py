@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from runtime.checkpoint.config import Activations, BuildConfig, QuantConfig, SelfDraft
 from runtime.checkpoint.quant.quantize import group_size_for, quantize_weight
 from runtime.checkpoint.quant.weight import QuantizedWeight, take_quantized
-from runtime.compiler.compilation import WEIGHTS
+from runtime.compiler.package import WEIGHTS
 from runtime.model.attention import KERNEL
 from runtime.model.model import Step, linear_layers
 from runtime.model.quantized import QuantizedLinear, QuantizedModule, place_quantized

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runtime.checkpoint.bundle import uses_kernels
 from runtime.checkpoint.config import ARITHMETICS, StepCost
-from runtime.compiler.compilation import PackagedStep
+from runtime.compiler.package import PackagedStep
 from runtime.core.batch import Batch, Row, pack
 from runtime.core.request import Draft, Sequence
 from runtime.drafters.confidence_stop import ConfidenceStop

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runtime.checkpoint.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.checkpoint.config import EngineConfig, Share, Size, check_arguments
-from runtime.compiler.compilation import StepFunction, logits_of
+from runtime.compiler.package import StepFunction, logits_of
 from runtime.core.batch import Row, context_row, pack, split_long_rows
 from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.core.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary

@@ -29,7 +29,7 @@ from runtime.checkpoint.config import (
     StepShape,
     as_json,
 )
-from runtime.compiler.compilation import (
+from runtime.compiler.package import (
     PACKAGE,
     WEIGHTS,
     PackagedStep,

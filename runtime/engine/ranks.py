@@ -21,7 +21,7 @@ from torch import Tensor
 
 from runtime.checkpoint.bundle import LIBRARY
 from runtime.checkpoint.config import CheckpointConfig, EngineConfig, Mapping, StepShape, as_json
-from runtime.compiler.compilation import StepFunction, logits_of
+from runtime.compiler.package import StepFunction, logits_of
 from runtime.core.kv_cache import BlockCopy
 from runtime.core.states import StateCopy
 from runtime.engine.devices import cores_of, pin, usable_cores
