@@ -21,10 +21,11 @@ import torch
 import torch.fx.config
 from torch import Tensor, nn
 
+from runtime.checkpoint.bundle import PACKAGE
 from runtime.checkpoint.config import ARITHMETICS, Arithmetic, StepShape
 from runtime.compiler.capture import Inputs, NoTokenProgram, Sizes, StepForm
 from runtime.compiler.cutting import CutStep, cut_step, whole_step
-from runtime.compiler.package import PACKAGE, write_package
+from runtime.compiler.package import write_package
 from runtime.compiler.token_program import lower
 from runtime.core.kv_cache import kv_dtype
 from runtime.kernels.memory import trim

@@ -27,7 +27,6 @@ def logits_of(output: StepOutput) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-PACKAGE, WEIGHTS = "rank0.pt2", "rank0.safetensors"
 _LAYOUT, _SHAPE, _CALLS, _TWINS = "weights.json", "step.json", "calls.json", "twins.json"
 _PROGRAM = "tokenwise.json"
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from runtime.model.model import Step
 
-CACHE = "rank0.cache"
-
 
 class CompiledStep:
     """A step that is compiled on the first call, once for all sizes: a later step never waits for the compiler.
