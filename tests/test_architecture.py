@@ -17,7 +17,7 @@ from setuptools import find_namespace_packages
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from commands.options.hints import HINTS, MESSAGES, flag_of_setting
-from runtime.util.cache import build_code, digests_of_build_code, is_left_out
+from runtime.checkpoint.build_code import build_code, digests_of_build_code, is_left_out
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("specdec_cli", "commands", "runtime")

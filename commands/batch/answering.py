@@ -41,7 +41,7 @@ from runtime.llm import LLM
 from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, ServingLoop, StepFailed
 from runtime.loop.session import Session
 from runtime.proof.records import Fingerprint
-from runtime.util.cache import digest, read_digest
+from runtime.util.digests import digest, read_digest
 from runtime.util.errors import SpecDecError, UsageError
 
 _MAX_QUEUE_LEN = 1 << 14

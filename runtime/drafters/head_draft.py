@@ -30,7 +30,7 @@ from runtime.drafters.heads.paged_head import hide_first, use_programs
 from runtime.engine.engine import SHORT_ROW, Engine
 from runtime.engine.head_cache import HeadCache
 from runtime.kernels.memory import trim
-from runtime.util.cache import digest, file_digest
+from runtime.util.digests import digest, file_digest
 from runtime.util.errors import SpecDecError
 
 _LONG_BLOCK = 8

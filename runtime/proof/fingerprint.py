@@ -22,7 +22,7 @@ from runtime.engine.engine import Engine
 from runtime.loop.step import make_room
 from runtime.proof.records import Fingerprint
 from runtime.text.text import tokenizer_digest
-from runtime.util.cache import digest
+from runtime.util.digests import digest
 from runtime.util.reading import parse_json, read_utf8
 
 NUM_TOKENS = 48
