@@ -215,6 +215,14 @@ def test_rooms_import_downwards_only(package: str, rooms: Sequence[str]) -> None
             assert place[room_of(name)] <= place[room_of(module)], f"{module} imports {name}, from a room above"
 
 
+def test_protocols_know_no_http() -> None:
+    """`http` imports `protocol`, and both import what stands beside them, such as `errors`."""
+    protocol = {name: path for name, path in modules("commands").items() if name.startswith("commands.serve.protocol.")}
+    assert protocol
+    for module, path in protocol.items():
+        assert not [name for name in modules_imported(path) if name.startswith("commands.serve.http.")], module
+
+
 def test_the_root_of_runtime_is_its_rooms() -> None:
     listed = subprocess.run(["git", "ls-files", "runtime"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {line.split("/")[1] for line in listed.stdout.splitlines()} == ROOT_ENTRIES

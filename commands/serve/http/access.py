@@ -9,8 +9,8 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from commands.serve.errors import HTTPError
 from commands.serve.http.clients import with_key
-from commands.serve.http.errors import HTTPError
 
 _OPEN_PATHS = frozenset({"/", "/health"})
 """Paths that need no key: the page, which asks for the key, and the path for load balancers."""

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic.json_schema import models_json_schema
 
-from commands.serve.http.errors import ANTHROPIC_PATH
+from commands.serve.errors import ANTHROPIC_PATH
 from commands.serve.protocol import response_models
 from commands.serve.protocol import schema as body_models
 from runtime.core.scopes import KINDS

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.errors import HTTPError, as_http_error
 from commands.serve.protocol.schema import (
     AllowedTools,
     ChatMessage,
