@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from commands.options.expand import CURRENT_COMMAND
 from runtime.builder.convert import convert
 from runtime.checkpoint.config import SelfDraft
+from runtime.engine import rank_processes
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.kernels.library import compile_kernels
 from runtime.loop import step_costs
-from runtime.util import processes
 from runtime.util.cache import cache_dir, make_cache_dir
 from runtime.util.files import write_file
 
@@ -100,7 +100,7 @@ def forks(shared: Path, cache_of_its_own: None) -> Iterator[Forks]:
 def ranks_begin_as_forks(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Have other ranks, and processes that share a build, be forks too where there are some: imports take seconds."""
     program = str(python(tmp_path_factory.mktemp("bin") / "python", shared / "forks"))
-    processes._PYTHON = program
+    rank_processes._PYTHON = program
     multiprocessing.set_executable(program)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import FirstOf
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.pool import NgramPool
-from runtime.drafters.pools import OwnerPools, PooledLookup
+from runtime.drafters.ngram_pool import NgramPool
+from runtime.drafters.owner_pools import OwnerPools, PooledLookup
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.specs import lookups
 from runtime.drafters.suffix import SuffixLookup

@@ -17,7 +17,7 @@ from setuptools import find_namespace_packages
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from commands.options.hints import HINTS, MESSAGES, flag_of_setting
-from runtime.util.cache import build_code, digests_of_build_code, is_left_out
+from runtime.checkpoint.build_code import build_code, digests_of_build_code, is_left_out
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("specdec_cli", "commands", "runtime")
@@ -213,6 +213,14 @@ def test_rooms_import_downwards_only(package: str, rooms: Sequence[str]) -> None
     for module, path in inside.items():
         for name in modules_imported(path) & inside.keys():
             assert place[room_of(name)] <= place[room_of(module)], f"{module} imports {name}, from a room above"
+
+
+def test_protocols_know_no_http() -> None:
+    """`http` imports `protocol`, and both import what stands beside them, such as `errors`."""
+    protocol = {name: path for name, path in modules("commands").items() if name.startswith("commands.serve.protocol.")}
+    assert protocol
+    for module, path in protocol.items():
+        assert not [name for name in modules_imported(path) if name.startswith("commands.serve.http.")], module
 
 
 def test_the_root_of_runtime_is_its_rooms() -> None:

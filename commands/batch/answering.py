@@ -21,9 +21,9 @@ from commands.batch.flags import BatchDefaults
 from commands.batch.lines import BatchRequest
 from commands.options.engine_choice import EngineChoice
 from commands.options.sessions import open_setup
-from commands.serve.asking import ask_chat, ask_completion
+from commands.serve.errors import FieldNames, HTTPError, fields_named
 from commands.serve.http.clients import salted
-from commands.serve.http.errors import FieldNames, HTTPError, fields_named
+from commands.serve.protocol.asking import ask_chat, ask_completion
 from commands.serve.protocol.completions import ChatReply, CompletionReply
 from commands.serve.protocol.replies import TokenTexts
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, validate_body
@@ -41,7 +41,7 @@ from runtime.llm import LLM
 from runtime.loop.serving import LoopLimits, RequestHandle, ServeRequest, ServingLoop, StepFailed
 from runtime.loop.session import Session
 from runtime.proof.records import Fingerprint
-from runtime.util.cache import digest, read_digest
+from runtime.util.digests import digest, read_digest
 from runtime.util.errors import SpecDecError, UsageError
 
 _MAX_QUEUE_LEN = 1 << 14

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runtime.util.cache import digest
+from runtime.util.digests import digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular, new_file, remove_left_over
 from runtime.util.reading import parse_json, raise_unreadable, shown

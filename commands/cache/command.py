@@ -56,7 +56,9 @@ def list_engines(store: StoreOptions, output: Output) -> None:
     """
     from commands.cache.document import cache_list_document, show_cache, show_store
     from commands.cache.store import kept_in
-    from runtime.util.cache import KV_CACHE, cache_dir, cached_engines, other_bytes, unique_bytes
+    from runtime.checkpoint.cached_engines import cached_engines, other_bytes
+    from runtime.util.cache import KV_CACHE, cache_dir
+    from runtime.util.files import unique_bytes
 
     usual = cache_dir() / KV_CACHE
     kept = kept_in(store.kv_cache_dir or usual, is_named=store.kv_cache_dir is not None)
@@ -74,8 +76,8 @@ def list_models(output: Output) -> None:
     When all engines together take more than SPECDEC_CACHE_SIZE (50G), the least recently used are removed.
     """
     from commands.cache.models import list_document, models_of, show_models
+    from runtime.checkpoint.cached_engines import cached_engines
     from runtime.checkpoint.hub import local_models
-    from runtime.util.cache import cached_engines
 
     models, downloaded = models_of(cached_engines()), local_models()
     show_models(models, downloaded, output)
@@ -123,13 +125,14 @@ def prune(options: PruneOptions, output: Output) -> None:
         return _prune_store(options, options.kv_cache_dir, max_bytes, output)
 
     from commands.cache.document import cache_prune_document, show_pruned
-    from runtime.util import cache
+    from runtime.checkpoint.cached_engines import cached_engines, engines_bytes, engines_to_prune
+    from runtime.checkpoint.cached_engines import prune as prune_engines
 
-    engines = cache.cached_engines()
-    whole = cache.engines_bytes(engines)
-    chosen = cache.engines_to_prune(engines, max_bytes)
-    removed = chosen if options.dry_run else cache.prune(chosen)
-    left = cache.engines_bytes(one for one in engines if one not in removed)
+    engines = cached_engines()
+    whole = engines_bytes(engines)
+    chosen = engines_to_prune(engines, max_bytes)
+    removed = chosen if options.dry_run else prune_engines(chosen)
+    left = engines_bytes(one for one in engines if one not in removed)
     show_pruned(removed, whole - left, left, options.dry_run, output)
     if left > max_bytes:
         num_used = sum(engine not in removed for engine in engines)

@@ -9,8 +9,9 @@ from rich.table import Table
 from commands.cache.store import Kept
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output, megabytes
+from runtime.checkpoint.cached_engines import CachedEngine, engines_bytes
 from runtime.checkpoint.config import Count
-from runtime.util.cache import CachedEngine, cache_dir, engines_bytes
+from runtime.util.cache import cache_dir
 
 
 class CachedEngineRecord(Record):

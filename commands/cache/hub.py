@@ -7,9 +7,9 @@ from pydantic import Field
 
 from commands.output.documents.records import Head, document_head
 from commands.output.output import Output, megabytes
+from runtime.checkpoint.cached_engines import cached_engines, engines_bytes, prune, readable_name
 from runtime.checkpoint.config import Count
 from runtime.checkpoint.hub import local_models, remove
-from runtime.util.cache import cached_engines, engines_bytes, prune, readable_name
 from runtime.util.errors import SpecDecError
 
 

@@ -12,9 +12,10 @@ from commands.cache.document import iso_time, used_at
 from commands.output.documents.records import Head, Record, document_head
 from commands.output.output import Output, megabytes
 from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.cached_engines import CachedEngine, engines_bytes
 from runtime.checkpoint.config import Count, EngineConfig, Size
 from runtime.checkpoint.hub import LocalModel
-from runtime.util.cache import CachedEngine, cache_dir, engines_bytes, max_cache_bytes
+from runtime.util.cache import cache_dir, max_cache_bytes
 from runtime.util.errors import SpecDecError
 
 _DAMAGED = "damaged"

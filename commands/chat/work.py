@@ -31,7 +31,7 @@ from runtime.text.chat import Message, TemplateInputs
 from runtime.text.parser import OutputForm, OutputParser, Said, joined
 from runtime.text.prompt import with_tools_as_text
 from runtime.text.text import TextStream
-from runtime.text.thinking import prompt_end
+from runtime.text.thinking_tags import prompt_end
 from runtime.text.token_text import special_token_ids
 from runtime.util.errors import SpecDecError, UsageError
 

@@ -37,7 +37,8 @@ from runtime.drafters.specs import NgramDrafter, SelfDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.engine.devices import check_device_ids
 from runtime.text.chat import check_chat_template
-from runtime.util.cache import SIZES, begin_digests, size_in_bytes
+from runtime.util.cache import SIZES, size_in_bytes
+from runtime.util.digests import begin_digests
 from runtime.util.errors import UsageError
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import typer
 
 from commands.options.settings import is_setting
 from runtime.checkpoint.bundle import is_engine_dir
+from runtime.checkpoint.cached_engines import cached_names
 from runtime.checkpoint.checksums import CONFIG
 from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import is_shipped, shipped_models
-from runtime.util.cache import cached_names
 from runtime.util.errors import UsageError
 from runtime.util.words import NEAR
 

@@ -14,7 +14,7 @@ from threading import Lock
 
 import numpy as np
 
-from commands.serve.http.errors import HTTPError
+from commands.serve.errors import HTTPError
 from runtime.loop.compatibility import check_corpus
 from runtime.text.corpus import Array, Corpus
 

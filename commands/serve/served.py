@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from commands.serve.corpora import Corpora
-from commands.serve.http.errors import HTTPError
+from commands.serve.errors import HTTPError
 from commands.serve.turn import Turn
 from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.tokenizer import Tokenizer

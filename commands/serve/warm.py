@@ -4,9 +4,9 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from commands.serve.asking import ask_chat, ask_completion
+from commands.serve.errors import HTTPError
 from commands.serve.http.clients import salt_scope, salted
-from commands.serve.http.errors import HTTPError
+from commands.serve.protocol.asking import ask_chat, ask_completion
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, validate_body
 from commands.serve.served import ServedModel
 from runtime.core.request import Request

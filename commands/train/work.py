@@ -47,7 +47,7 @@ from runtime.training.training_run import (
     TrainingSettings,
     split_traces,
 )
-from runtime.util.cache import digest, file_digest
+from runtime.util.digests import digest, file_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import new_directory
 

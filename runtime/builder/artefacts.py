@@ -33,7 +33,8 @@ from runtime.checkpoint.gguf.reader import check_part, gguf_files, read_gguf
 from runtime.checkpoint.hub import MODEL_FILES
 from runtime.checkpoint.resolve import INDEX, files_of_index, files_of_model, read_model_config
 from runtime.text.corpus import Corpus, is_corpus
-from runtime.util.cache import cache_dir, check_private_file, read_digest, read_kept_digest, read_sealed
+from runtime.util.cache import cache_dir, check_private_file, read_sealed
+from runtime.util.digests import read_digest, read_kept_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import check_model_files, read_json, read_json_and_text
 from runtime.util.tensor_file import read_header

@@ -29,7 +29,7 @@ from runtime.builder.compare_logits import (
 )
 from runtime.builder.convert import check_side_files, copy_side_files
 from runtime.builder.identity import BitSums
-from runtime.checkpoint.bundle import COPY_DIR, DRAFT_VOCAB, LIBRARY, uses_kernels, weights_files
+from runtime.checkpoint.bundle import COMPILER_CACHE, COPY_DIR, DRAFT_VOCAB, LIBRARY, uses_kernels, weights_files
 from runtime.checkpoint.checkpoint_dir import OpenedCheckpoint, check_hidden_states, check_self_draft, open_checkpoint
 from runtime.checkpoint.checksums import record_files, write_config
 from runtime.checkpoint.config import (
@@ -41,9 +41,11 @@ from runtime.checkpoint.config import (
     LogitsCheck,
     StepShape,
 )
-from runtime.compiler.compilation import PackagedStep, StepFunction, compile_aot
+from runtime.compiler.capture import NoTokenProgram
+from runtime.compiler.compilation import compile_aot
+from runtime.compiler.package import PackagedStep, StepFunction
 from runtime.compiler.quantized_copy import DRAFT_ACTIVATIONS, copy_of, output_weight, quantize_layers, write_layers
-from runtime.compiler.torch_compile import CACHE, CompiledStep
+from runtime.compiler.torch_compile import CompiledStep
 from runtime.compiler.torch_internals import check_torch
 from runtime.core.kv_cache import bytes_per_block, kv_dtype
 from runtime.drafters.heads.head_config import HeadConfig
@@ -184,7 +186,7 @@ def build_engine(
             config = _with_costs(config, step, copied, device, ids)
         phase("writing the engine")
         if isinstance(step, RankedStep) and isinstance(step.own, CompiledStep):
-            shutil.copytree(step.own.cache_dir, directory / CACHE, dirs_exist_ok=True)
+            shutil.copytree(step.own.cache_dir, directory / COMPILER_CACHE, dirs_exist_ok=True)
         finish_writing()
         config = write_config(directory, dataclasses.replace(config, files=record_files(directory)))
     if effort.leaves_step and isinstance(step, PackagedStep):
@@ -315,12 +317,12 @@ def _built_step(weights: _Weights, model: PreTrainedModel, shape: StepShape, dir
     """Open the compiled step as an engine does. With `torch-compile`, compiling happens when it is first called."""
     checkpoint, compiler = weights.checkpoint, shape.build_config.compiler
     if compiler == "torch-compile" and weights.splitting is not None:
-        (directory / CACHE).mkdir()  # an engine's cache, which rank 0 copies and fills
+        (directory / COMPILER_CACHE).mkdir()  # an engine's cache, which rank 0 copies and fills
     if compiler == "aot" or weights.splitting is not None:
         model_of_ranks = RankedModel.of(directory, checkpoint, shape)
         return open_ranks(model_of_ranks, weights.device, range(model_of_ranks.tp_size))
     step = Step(model, shape.build_config.hidden_states)
-    return _compiled_step(step, directory / CACHE) if compiler == "torch-compile" else step
+    return _compiled_step(step, directory / COMPILER_CACHE) if compiler == "torch-compile" else step
 
 
 def _compiled_step(step: Step, cache_dir: Path) -> CompiledStep:
@@ -387,16 +389,16 @@ def _with_copy(
     if isinstance(step, PackagedStep):
         assert config.arithmetic is not None
         with _machine_errors():
-            made = compile_aot(Step(copied), config.step_shape, own_dir, config.arithmetic, step.weights)
-        if made.lacks is not None:
+            written = compile_aot(Step(copied), config.step_shape, own_dir, config.arithmetic, step.weights)
+        if isinstance(written, NoTokenProgram):
             raise SpecDecError(
-                f"the copy that drafts has operations that `aot` lacks: {made.lacks}",
+                f"the copy that drafts has operations that `aot` lacks: {written.reason}",
                 hint="build with torch-compile, or without the copy",
             )
     else:
         write_layers(copied, own_dir)
     if compiler == "torch-compile":
-        copy_step: StepFunction = _compiled_step(Step(copied), own_dir / CACHE)
+        copy_step: StepFunction = _compiled_step(Step(copied), own_dir / COMPILER_CACHE)
     else:
         copy_step = open_copy(step, directory, next(copied.parameters()).device, ids)
     check, _ = _Check(copied, config.step_shape, DRAFT_ACTIVATIONS).of(copy_step)
@@ -470,10 +472,10 @@ def _compile(model: PreTrainedModel, shape: StepShape, directory: Path, rank: in
         return _Compiled(build)
     arithmetic = fastest_arithmetic(next(model.parameters()).dtype, 1 + build.max_draft_len)
     with _machine_errors():
-        made = compile_aot(Step(model, build.hidden_states), shape, directory, arithmetic, rank=rank)
-    if made.lacks is not None:
-        return _Compiled(dataclasses.replace(build, compiler="torch-compile"), made.lacks)
-    return _Compiled(build, None, arithmetic, made.why_whole)
+        written = compile_aot(Step(model, build.hidden_states), shape, directory, arithmetic, rank=rank)
+    if isinstance(written, NoTokenProgram):
+        return _Compiled(dataclasses.replace(build, compiler="torch-compile"), written.reason)
+    return _Compiled(build, None, arithmetic, written.why_whole)
 
 
 def _compile_all(

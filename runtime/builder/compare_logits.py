@@ -25,7 +25,7 @@ from runtime.builder.reference import (
     near_ties,
 )
 from runtime.checkpoint.config import LogitsCheck, StepShape
-from runtime.compiler.compilation import StepFunction, logits_of
+from runtime.compiler.package import StepFunction, logits_of
 from runtime.core.batch import Row, pack
 from runtime.core.kv_cache import KVPool, kv_dtype
 from runtime.core.states import CHUNK_SIZE, num_rolled_back, state_inputs, state_pools

@@ -31,7 +31,7 @@ from runtime.checkpoint.resolve import WEIGHTS
 from runtime.checkpoint.source import SourceTensor, load_tensors, read_file_header
 from runtime.checkpoint.tekken import is_tekken_alone
 from runtime.checkpoint.tensor_writer import Piece, Progress, write_pieces, write_shares
-from runtime.checkpoint.tokenizer import TEMPLATE_DIR, template_files
+from runtime.checkpoint.tokenizer import TEMPLATE_DIR, TOKENIZER_FILES, template_files
 from runtime.core.params import MODEL_DEFAULTS
 from runtime.kernels.ops import load_compiled_kernels
 from runtime.model.attention import PROBE
@@ -56,13 +56,8 @@ from runtime.util.errors import SpecDecError, SpecDecWarning
 from runtime.util.files import check_output_is_not_input, new_directory, read_json, write_json
 from runtime.util.tensor_file import read_header
 
-# What a tokenizer or generation needs beside the weights.
-_SIDE_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
-
-
+_SIDE_FILES = (*TOKENIZER_FILES, "chat_template.jinja", GENERATION_CONFIG)
+"""Files that a tokenizer or generation needs beside the weights."""
 _AS_IT_IS = QuantConfig()
 _MOST_COMPARED = 1 << 21  # numbers of a weight: a router of DeepSeek V3 has 1.8 M
 

@@ -18,7 +18,16 @@ import torch
 
 from runtime.builder.choosing import check_is_aot, compiler_for, without_kernels
 from runtime.builder.engine_options import EngineOptions, build_config_of, draft_output_of, precision_of, with_defaults
+from runtime.checkpoint.build_code import digests_of_build_code
 from runtime.checkpoint.bundle import check_step_files, check_tokenizer_files, read_bundle, uses_kernels
+from runtime.checkpoint.cached_engines import (
+    cached_engines,
+    engine_entry,
+    engines_to_prune,
+    prune,
+    remove_unused_entry,
+    share_files,
+)
 from runtime.checkpoint.checkpoint_dir import check_not_split
 from runtime.checkpoint.checksums import CONFIG, NOT_RECORDED
 from runtime.checkpoint.config import BuildConfig, Compiler, Dtype, max_draft_len_for, usual_max_seq_len
@@ -37,25 +46,16 @@ from runtime.engine.load import current_environment, take_step
 from runtime.kernels.library import begin_kernels, check_kernels_can_be_made, kernels_can_wait, processor
 from runtime.util.cache import (
     cache_dir,
-    cached_engines,
     check_private_dir,
     check_private_entry,
-    digest,
-    digests_of_build_code,
-    engine_entry,
-    engines_to_prune,
-    file_digest,
-    is_digest_awaited,
     locked_entry,
     make_private,
     max_cache_bytes,
-    prune,
     remove_left_over,
-    remove_unused_entry,
-    share_files,
     unwritable,
     used_entry,
 )
+from runtime.util.digests import digest, file_digest, is_digest_awaited
 from runtime.util.errors import SpecDecError, SpecDecWarning, errors_about
 from runtime.util.files import read_json
 from runtime.util.locks import MODEL_INIT_LOCK

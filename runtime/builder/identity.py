@@ -17,7 +17,7 @@ from runtime.model.model import dtypes_of_weights
 from runtime.model.pretrained import parse_pretrained_config
 from runtime.model.weights import present, tensors_of
 from runtime.text.text import load_tokenizer, tokenizer_digest
-from runtime.util.cache import digest
+from runtime.util.digests import digest
 from runtime.util.errors import SpecDecError
 
 # Keys of a config that do not change what the model computes: who wrote it, how it is run, and the ids that begin, end

@@ -14,7 +14,8 @@ from runtime.checkpoint.resolve import files_of_model, resolve_model
 from runtime.drafters.spec import DrafterSpec, DraftLenMode, fields_of
 from runtime.drafters.specs import DRAFTERS, AnySpec
 from runtime.drafters.speculation import Speculation
-from runtime.util.cache import PROFILES, cache_dir, digest, file_digest, make_cache_dir, unwritable
+from runtime.util.cache import PROFILES, cache_dir, make_cache_dir, unwritable
+from runtime.util.digests import digest, file_digest
 from runtime.util.errors import SpecDecError, UsageError
 from runtime.util.files import write_json
 from runtime.util.reading import parse_json, read_utf8

@@ -32,6 +32,7 @@ from runtime.util.errors import SpecDecError
 from runtime.util.files import Stamp, check_model_files, read_json, read_json_and_text, recover_directory, stamp_of
 
 LIBRARY = "kernels.so"
+PACKAGE, COMPILER_CACHE, STEP_WEIGHTS = "rank0.pt2", "rank0.cache", "rank0.safetensors"
 COPY_DIR = "self-draft"
 """Subdirectory of the self-draft copy: its compiled step, and the weights that it does not share with the target."""
 DRAFT_VOCAB, HEAD_OUTPUT = "draft_vocab.txt", "head_output.safetensors"
@@ -44,8 +45,8 @@ ENGINE = Artefact("the engine was built", "build it again", code="engine")
 def step_files(config: EngineConfig) -> list[str]:
     build = config.build_config
     library = [LIBRARY] if uses_kernels(build.compiler, config.environment.device) else []
-    made = {"aot": ["rank0.pt2"], "torch-compile": ["rank0.cache"], "none": []}[build.compiler]
-    of_copy = [] if build.self_draft is None else [f"{COPY_DIR}/{name}" for name in ("rank0.safetensors", *made)]
+    made = {"aot": [PACKAGE], "torch-compile": [COMPILER_CACHE], "none": []}[build.compiler]
+    of_copy = [] if build.self_draft is None else [f"{COPY_DIR}/{name}" for name in (STEP_WEIGHTS, *made)]
     of_drafts = [DRAFT_VOCAB] if build.draft_output.vocab_size is not None else []
     if build.draft_output.is_quantized and build.hidden_states:
         of_drafts.append(HEAD_OUTPUT)

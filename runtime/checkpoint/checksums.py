@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from runtime.checkpoint.config import CheckpointConfig, EngineConfig, FileRecord, Mapping, as_json
 from runtime.checkpoint.tokenizer import SAVED, TEMPLATE_DIR, TOKENIZER_FILES
-from runtime.util.cache import digest, file_digest
+from runtime.util.digests import digest, file_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular, write_json
 

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.checkpoint.config import EngineConfig, StepCost, as_json, parse
-from runtime.util.cache import COSTS, OF_ALL_TO_READ, read_sealed, sealed
+from runtime.util.cache import OF_ALL_TO_READ, read_sealed, sealed
 from runtime.util.errors import SpecDecError
 from runtime.util.files import write_file
 
+COSTS = ".costs"
+"""Suffix of the file of measured step costs, beside an engine."""
 Grid = dict[int, dict[int, float]]
 """Seconds by context length and by tokens of a row, for one batch size."""
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from runtime.checkpoint.config import Count, as_json, parse
-from runtime.util.cache import digest, file_digest
+from runtime.util.digests import digest, file_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import read_json, write_json
 from runtime.util.panics import panics_held

@@ -56,11 +56,15 @@ Sizes = tuple[dict[int, str] | list[dict[int, str]], ...]
 _CONSTANT = "constant_"
 
 
-class NoTokenProgram(Exception):
-    """A module cannot become a token program: it has operations that programs lack, which the message names."""
+@dataclass(frozen=True)
+class NoTokenProgram:
+    """Answer in place of a token program, for a module that cannot become one."""
+
+    reason: str
+    """Operations that token programs lack, or what the trace needs and does not have."""
 
 
-class CannotBeTraced(NoTokenProgram):
+class CannotBeTraced(Exception):
     """The module cannot be traced: its operations depend on numbers that a trace does not have."""
 
 

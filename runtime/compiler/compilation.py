@@ -1,4 +1,4 @@
-"""Compilation of a step by `aot`, and the package that `aot` writes.
+"""Compilation of a step by `aot`. Modules that only open an engine import `runtime.compiler.package` instead.
 
 There are three compilers:
 
@@ -12,194 +12,112 @@ There are three compilers:
 import dataclasses
 import json
 import warnings
-import weakref
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.fx.config
 from torch import Tensor, nn
 
-from runtime.checkpoint.config import ARITHMETICS, Arithmetic, StepShape, as_json, parse
+from runtime.checkpoint.bundle import PACKAGE
+from runtime.checkpoint.config import ARITHMETICS, Arithmetic, StepShape
+from runtime.compiler.capture import Inputs, NoTokenProgram, Sizes, StepForm
+from runtime.compiler.cutting import CutStep, cut_step, whole_step
+from runtime.compiler.package import write_package
+from runtime.compiler.token_program import lower
 from runtime.core.kv_cache import kv_dtype
-from runtime.kernels.memory import give_back, trim
-from runtime.model.weights import Layout, num_bytes_of, write_weights
-
-if TYPE_CHECKING:
-    from runtime.compiler.capture import Inputs, Sizes
-    from runtime.compiler.cutting import CutStep
-    from runtime.model.model import Step  # opening an engine must not import model code
-
-StepOutput = Tensor | tuple[Tensor, Tensor]
-"""Logits [tokens, vocab], and hidden states [tokens, width] if a trained drafter reads them."""
-StepFunction = Callable[..., StepOutput]
-"""Signature of `Step.forward`."""
-
-
-def logits_of(output: StepOutput) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
-
-
-PACKAGE, WEIGHTS = "rank0.pt2", "rank0.safetensors"
-_LAYOUT, _SHAPE, _CALLS, _TWINS = "weights.json", "step.json", "calls.json", "twins.json"
-_PROGRAM = "tokenwise.json"
+from runtime.kernels.memory import trim
+from runtime.model.experts import experts_by_kernel
+from runtime.model.model import Step
+from runtime.model.quantized import tied_output
+from runtime.model.weights import num_bytes_of, write_weights
 
 
 @dataclass(frozen=True)
 class TokenStep:
     """Token programs that compute a step, or another module's forward."""
 
-    cut: "CutStep"
+    cut: CutStep
     codes: list[bytes]
     """JSON of each program."""
 
 
 @dataclass(frozen=True)
-class Made:
-    """Result of `compile_aot`: whether the step was written, and whether it was cut into layers."""
+class Written:
+    """A step that `compile_aot` has written."""
 
-    lacks: str | None = None
-    """Operations of the model that token programs lack; if there are any, nothing was written."""
-    why_whole: str | None = None
+    why_whole: str | None
     """Reason why the step is a single program; None if it is cut into layers."""
 
 
 def compile_aot(
-    step: "Step",
+    step: Step,
     shape: StepShape,
     directory: Path,
     arithmetic: Arithmetic,
     known: Mapping[str, Tensor] | None = None,
     rank: int = 0,
-) -> Made:
+) -> Written | NoTokenProgram:
     """Write the step's token programs as a package, and the weights that the programs need. Linear layers are computed
-    in `arithmetic`. If the programs lack an operation, nothing is written.
+    in `arithmetic`. Nothing is written if the step has no token program.
 
     Weights that are among the `known` weights of another step are not written again. With several ranks the package of
     rank 0 serves all; for the other ranks only weights are written.
     """
-    from runtime.compiler.capture import StepForm  # not to open an engine
-    from runtime.compiler.cutting import cut_step
-    from runtime.model.experts import experts_by_kernel
-    from runtime.model.quantized import tied_output
-
     build = shape.build_config
     # Heads and copies read the embeddings by themselves.
     tied = None if build.hidden_states or build.self_draft else tied_output(step.model)
     form = StepForm(step, shape.shapes, build.tokens_per_block, kv_dtype(shape.dtype, shape.kv_cache), tied)
     with experts_by_kernel(step.model):
-        found = _token_step(lambda: cut_step(form, ARITHMETICS.index(arithmetic)))
-        if isinstance(found, str):
-            return Made(lacks=found)
+        with _tracing():
+            found = _lowered(cut_step(form, ARITHMETICS.index(arithmetic)))
+        if isinstance(found, NoTokenProgram):
+            return found
         _write(found, shape, directory, known, rank)
-    return Made(why_whole=found.cut.why_whole)
+    return Written(found.cut.why_whole)
 
 
-def token_step_of(module: nn.Module, inputs: "Inputs", sizes: "Sizes", arithmetic: int) -> TokenStep | None:
-    """A module's forward as one token program; None if token programs lack one of its operations."""
-    from runtime.compiler.capture import by_trace  # not to open an engine
-    from runtime.compiler.cutting import whole_step
-
-    found = _token_step(lambda: whole_step(by_trace(module, inputs, sizes), arithmetic))
-    return None if isinstance(found, str) else found
+def token_step_of(module: nn.Module, inputs: Inputs, sizes: Sizes, arithmetic: int) -> TokenStep | NoTokenProgram:
+    """A module's forward as one token program."""
+    with _tracing():
+        return _lowered(whole_step(module, inputs, sizes, arithmetic))
 
 
-def _token_step(trace: Callable[[], "CutStep"]) -> TokenStep | str:
-    """Token programs of a traced step; or, as text, why there are none: an operation that they lack, for example."""
-    from runtime.compiler.capture import NoTokenProgram  # not to open an engine
-    from runtime.compiler.token_program import lower
-
-    with _without_stack_traces(), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # warnings of a trace concern torch's developers
-        try:
-            cut = trace()
-            programs = [lower(program) for program in cut.programs]
-        except NoTokenProgram as lacks:
-            return str(lacks)
-    return TokenStep(cut, [json.dumps(dataclasses.asdict(program)).encode() for program in programs])
+def _lowered(cut: CutStep | NoTokenProgram) -> TokenStep | NoTokenProgram:
+    """The step with its token programs."""
+    if isinstance(cut, NoTokenProgram):
+        return cut
+    codes = list[bytes]()
+    for graph in cut.programs:
+        program = lower(graph)
+        if isinstance(program, NoTokenProgram):
+            return program
+        codes.append(json.dumps(dataclasses.asdict(program)).encode())
+    return TokenStep(cut, codes)
 
 
 def _write(step: TokenStep, shape: StepShape, directory: Path, known: Mapping[str, Tensor] | None, rank: int) -> None:
     trim(num_bytes_of(step.cut.layout))
     with torch.no_grad():
         write_weights(directory / f"rank{rank}.safetensors", step.cut.layout, step.cut.weights, known)
-    if rank > 0:
-        return
-    calls = [[call.program, call.inputs, call.outputs] for call in step.cut.calls]
-    extras = {_LAYOUT: step.cut.layout, _SHAPE: as_json(shape), _CALLS: calls, _TWINS: step.cut.twins}
-    members = [(f"extra/{name}", json.dumps(extra).encode()) for name, extra in extras.items()]
-    members += [(f"{number}/{_PROGRAM}", code) for number, code in enumerate(step.codes)]
-    with zipfile.ZipFile(directory / PACKAGE, "w") as archive:
-        for name, content in members:  # with the date that ZipInfo has: equal steps are equal files
-            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
-
-
-@dataclass(frozen=True)
-class PackagedStep:
-    """An opened package, and its weights. Its inputs are those of `Step.forward`."""
-
-    loader: Any
-    weights: dict[str, Tensor]
-
-    def __call__(self, *inputs: Tensor | list[Tensor]) -> StepOutput:
-        flat: list[Tensor] = []
-        for value in inputs:
-            flat.extend(value if isinstance(value, list) else [value])
-        logits, *states = self.loader.run(flat)
-        return (logits, states[0]) if states else logits
-
-
-def wanted_layout(package: Path) -> Layout:
-    """Names, shapes and dtypes of the weights that the packaged step needs."""
-    return {name: (dtype, shape) for name, (dtype, shape) in _read_extra(package, _LAYOUT).items()}
-
-
-def shape_of_package(package: Path) -> StepShape:
-    """Shape that the packaged step was compiled for."""
-    return parse(StepShape, _read_extra(package, _SHAPE), f"{package}: {_SHAPE}")
-
-
-def _read_extra(package: Path, extra: str) -> Any:
-    with zipfile.ZipFile(package) as archive:
-        return json.loads(archive.read(f"extra/{extra}"))
-
-
-def open_aot(package: Path, weights: dict[str, Tensor]) -> StepFunction:
-    """The opened step of a package. The kernels must be loaded. While it runs, Python's other threads go on."""
-    own: dict[int, dict[str, Tensor]] = {}
-    twins = {name: weights[other] for name, other in _read_extra(package, _TWINS).items()}
-    for name, weight in (weights | twins).items():
-        call, _, name_there = name.partition(".")
-        own.setdefault(int(call), {})[name_there] = weight
-    loader: Any = torch.classes.specdec.CutStep()
-    calls = _read_extra(package, _CALLS)
-    with zipfile.ZipFile(package) as archive:
-        codes = {program: archive.read(f"{program}/{_PROGRAM}") for program, *_ in calls}
-    for i, (program, *places) in enumerate(calls):
-        add_program(loader, codes[program], own.get(i, {}), places)
-    step = PackagedStep(loader, weights)
-    for one in list(weights.values())[:1]:  # all lie in one piece of memory, which torch would never free
-        weakref.finalize(step, give_back, one).atexit = False
-    return step
-
-
-def add_program(step: Any, code: bytes, weights: Mapping[str, Tensor], places: list[list[int]]) -> None:
-    """Add a program's call to a step. `places` has the numbers of the tensors that it reads, and writes."""
-    program = json.loads(code)
-    step.add_tokenwise(program["code"], program["numbers"], [weights[name] for name in program["weights"]], *places)
+    if rank == 0:
+        calls = [(call.program, call.inputs, call.outputs) for call in step.cut.calls]
+        write_package(directory / PACKAGE, step.codes, calls, step.cut.twins, step.cut.layout, shape)
 
 
 @contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Record no stack traces for a graph's nodes within the block, which saves time."""
-    import torch.fx.config as config  # torch itself imports no name from it
-
+def _tracing() -> Iterator[None]:
+    """Context for a trace: without gradients, without stack traces of a graph's nodes, which take time, and without
+    torch's warnings, which concern its developers.
+    """
+    config = torch.fx.config
     before = config.do_not_emit_stack_traces
     config.do_not_emit_stack_traces = True
     try:
-        yield
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         config.do_not_emit_stack_traces = before

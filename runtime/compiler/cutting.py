@@ -26,6 +26,9 @@ from torch.utils import _pytree as pytree
 from runtime.checkpoint.config import Shapes
 from runtime.compiler.capture import (
     CannotBeTraced,
+    Inputs,
+    NoTokenProgram,
+    Sizes,
     StepForm,
     attribute_of,
     by_trace,
@@ -48,7 +51,7 @@ class CannotBeCut(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class ProgramCall:
     """A call of a program in a step. Tensors have numbers, and the step's inputs come first."""
 
     program: int
@@ -69,7 +72,7 @@ class Call:
         """The program's constants by name, computed anew at each call. Their attributes must be present."""
         return self.recipe.weights(self.get)
 
-    def without(self, names: Collection[str]) -> "Call":
+    def without(self, names: Collection[str]) -> "ProgramCall":
         """The call without the constants of these names, which another call stores."""
         layout = {name: form for name, form in self.layout.items() if name not in names}
         made = {name: number for name, number in self.recipe.made.items() if name not in names}
@@ -152,7 +155,7 @@ class CutStep:
     """
 
     programs: list[GraphModule]
-    calls: list[Call]
+    calls: list[ProgramCall]
     why_whole: str | None = None
     """The reason why the step is a single program; None if it is cut into layers."""
     twins: dict[str, str] = field(default_factory=dict)
@@ -181,14 +184,20 @@ def _of_call(number: int, name: str) -> str:
     return f"{number:04}.{name}"
 
 
-def cut_step(form: StepForm, arithmetic: int) -> CutStep:
-    """The step, with linear layers in `arithmetic`: cut into layers, or as one program. Raises CannotBeTraced."""
+def cut_step(form: StepForm, arithmetic: int) -> CutStep | NoTokenProgram:
+    """The step, with linear layers in `arithmetic`: cut into layers, or as one program; NoTokenProgram if it cannot be
+    traced.
+    """
     try:
         return _shared(_cut(form, arithmetic))
-    except (CannotBeCut, CannotBeTraced) as why_whole:
+    except (CannotBeCut, CannotBeTraced) as error:
+        why_whole = str(error)
+    try:
         graph = form.graph()
-        _use_kernels(graph, form, arithmetic)
-        return _shared(replace(_in_order(graph, _Programs(), {}), why_whole=str(why_whole)))
+    except CannotBeTraced as error:
+        return NoTokenProgram(str(error))
+    _use_kernels(graph, form, arithmetic)
+    return _shared(replace(_in_order(graph, _Programs(), {}), why_whole=why_whole))
 
 
 def _cut(form: StepForm, arithmetic: int) -> CutStep:
@@ -216,7 +225,7 @@ def _cut(form: StepForm, arithmetic: int) -> CutStep:
         number = programs.number(folded.graph)
         for i in alike:
             get, read = _in_layer(layers[i], program), list(compress(_inputs(nodes[i]), are_read))
-            made[nodes[i]] = _Turn(number, folded, get, read, [nodes[i]])
+            made[nodes[i]] = _NodeCall(number, folded, get, read, [nodes[i]])
     return _in_order(graph, programs, made)
 
 
@@ -254,7 +263,7 @@ def _use_kernels(step: GraphModule, form: StepForm, arithmetic: int) -> None:
 
 def _shared(step: CutStep) -> CutStep:
     """The step with packed weights that several calls read stored once, at the first of these calls."""
-    first, twins, calls = dict[tuple[int, ...], str](), dict[str, str](), list[Call]()
+    first, twins, calls = dict[tuple[int, ...], str](), dict[str, str](), list[ProgramCall]()
     for i, call in enumerate(step.calls):
         origins = ((name, call.recipe.origin(name, call.get)) for name in call.recipe.made)
         places = {name: first.setdefault(origin, _of_call(i, name)) for name, origin in origins if origin is not None}
@@ -264,11 +273,15 @@ def _shared(step: CutStep) -> CutStep:
     return replace(step, calls=calls, twins=twins)
 
 
-def whole_step(step: GraphModule, arithmetic: int) -> CutStep:
-    """The step as one program."""
-    select_early(step, "logit_indices")
-    use_kernels(step, arithmetic)
-    return _in_order(step, _Programs(), {})
+def whole_step(module: nn.Module, inputs: Inputs, sizes: Sizes, arithmetic: int) -> CutStep | NoTokenProgram:
+    """A module's forward as one program, with linear layers in `arithmetic`; NoTokenProgram if it cannot be traced."""
+    try:
+        graph = by_trace(module, inputs, sizes)
+    except CannotBeTraced as error:
+        return NoTokenProgram(str(error))
+    select_early(graph, "logit_indices")
+    use_kernels(graph, arithmetic)
+    return _in_order(graph, _Programs(), {})
 
 
 # --- layers ---
@@ -630,7 +643,7 @@ def _in_layer(layer: nn.Module, program: GraphModule) -> Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _NodeCall:
     """A program's call whose inputs and outputs are nodes of the graph, before they get numbers."""
 
     program: int
@@ -654,7 +667,7 @@ class _Programs:
         return number
 
 
-def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn]) -> CutStep:
+def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _NodeCall]) -> CutStep:
     """The calls of a step. The operations before, between and behind the `layers` become programs too. Raises
     CannotBeCut if an operation writes into what was made before another layer.
     """
@@ -670,7 +683,7 @@ def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn
     inputs = [node for node in nodes if node.op == "placeholder"]
     asked = _asked(nodes, times, layers) | {*results}
     given = {*inputs, *layers}
-    turns: list[_Turn] = []
+    node_calls: list[_NodeCall] = []
     for time in range(last + 1):
         outputs = [node for node in nodes if times[node] == time and node in asked and node not in given]
         if time == last:
@@ -679,10 +692,10 @@ def _in_order(module: GraphModule, programs: _Programs, layers: dict[Node, _Turn
             writing = [node for node in nodes if times[node] == time and _written(node)]
             piece, read = _piece(module, nodes, outputs, writing, given)
             folded = _fold(piece)
-            turns.append(_Turn(programs.number(folded.graph), folded, attribute_of(piece), read, outputs))
+            node_calls.append(_NodeCall(programs.number(folded.graph), folded, attribute_of(piece), read, outputs))
             given |= set(outputs)
-        turns += [turn for node, turn in layers.items() if times[node] == time]
-    return CutStep(programs.graphs, _with_places(inputs, turns))
+        node_calls += [call for node, call in layers.items() if times[node] == time]
+    return CutStep(programs.graphs, _with_places(inputs, node_calls))
 
 
 def _ordered_by_use(graph: Graph) -> list[Node]:
@@ -709,10 +722,10 @@ def _ordered_by_use(graph: Graph) -> list[Node]:
     return list(ordered)
 
 
-def _asked(nodes: list[Node], times: dict[Node, int], layers: dict[Node, _Turn]) -> set[Node]:
+def _asked(nodes: list[Node], times: dict[Node, int], layers: dict[Node, _NodeCall]) -> set[Node]:
     """Tensors handed from one program to another: inputs of layers, and tensors read behind a later layer."""
     constants = _constants(nodes)
-    asked = {source for turn in layers.values() for source in turn.read}
+    asked = {source for call in layers.values() for source in call.read}
     for node in [node for node in nodes if node not in layers]:
         early = (one for one in node.all_input_nodes if times[one] < times[node] and one not in constants)
         asked |= {one for one in early if isinstance(one.meta.get("val"), Tensor)}
@@ -745,19 +758,19 @@ def _piece(
     return GraphModule(module, graph), read
 
 
-def _with_places(inputs: list[Node], turns: list[_Turn]) -> list[Call]:
+def _with_places(inputs: list[Node], node_calls: list[_NodeCall]) -> list[ProgramCall]:
     """The calls with a number for each tensor. A number is used again once nothing reads its tensor any more."""
-    read_last = {node: turn for turn, one in enumerate(turns) for node in one.read}
+    read_last = {node: number for number, one in enumerate(node_calls) for node in one.read}
     places = {node: place for place, node in enumerate(inputs)}
-    new, free, calls = count(len(inputs)), list[int](), list[Call]()
-    for number, turn in enumerate(turns):
-        read = [places[node] for node in turn.read]
-        over = dict.fromkeys(node for node in turn.read if read_last[node] == number and node not in inputs)
+    new, free, calls = count(len(inputs)), list[int](), list[ProgramCall]()
+    for number, call in enumerate(node_calls):
+        read = [places[node] for node in call.read]
+        over = dict.fromkeys(node for node in call.read if read_last[node] == number and node not in inputs)
         free += [places[node] for node in over]
-        for node in turn.made:
+        for node in call.made:
             places[node] = free.pop() if free else next(new)
-        made, folded = [places[node] for node in turn.made], turn.folded
-        calls.append(Call(turn.program, read, made, folded.layout, folded.recipe, turn.get))
+        made, folded = [places[node] for node in call.made], call.folded
+        calls.append(ProgramCall(call.program, read, made, folded.layout, folded.recipe, call.get))
     return calls
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from runtime.checkpoint.bundle import STEP_WEIGHTS
 from runtime.checkpoint.config import Activations, BuildConfig, QuantConfig, SelfDraft
 from runtime.checkpoint.quant.quantize import group_size_for, quantize_weight
 from runtime.checkpoint.quant.weight import QuantizedWeight, take_quantized
-from runtime.compiler.compilation import WEIGHTS
 from runtime.model.attention import KERNEL
 from runtime.model.model import Step, linear_layers
 from runtime.model.quantized import QuantizedLinear, QuantizedModule, place_quantized
@@ -136,14 +136,14 @@ def write_layers(copied: PreTrainedModel, directory: Path) -> None:
     """Write the quantized layers of the copy, and the target's quantized layers if it has any."""
     layers = {name: one.quantized for name, one in copied.named_modules() if isinstance(one, QuantizedModule)}
     tensors = {f"{name}.{part}": tensor for name, one in layers.items() for part, tensor in one.tensors().items()}
-    save_weights(directory / WEIGHTS, tensors)
+    save_weights(directory / STEP_WEIGHTS, tensors)
 
 
 def read_layers(directory: Path) -> dict[str, QuantizedWeight]:
     """Read the output of `write_layers`; SpecDecError if it is damaged."""
     try:
-        return take_quantized(read_weights(directory / WEIGHTS))
+        return take_quantized(read_weights(directory / STEP_WEIGHTS))
     except SafetensorError as error:
         raise SpecDecError(
-            f"`{directory / WEIGHTS}` is damaged: {error}", hint="build it again", code="engine"
+            f"`{directory / STEP_WEIGHTS}` is damaged: {error}", hint="build it again", code="engine"
         ) from error

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from runtime.compiler.capture import is_multiple, memory_of, name_of, open_dims, split_open
+from runtime.compiler.capture import NoTokenProgram, is_multiple, memory_of, name_of, open_dims, split_open
 from runtime.compiler.vector_groups import grouped
 from runtime.compiler.vectors import (
     DTYPES,
@@ -61,13 +61,16 @@ class TokenProgram:
     weights: list[str]
 
 
-def lower(graph: GraphModule, *, groups: bool = True) -> TokenProgram:
-    """The program that computes the graph. Raises CannotBeLowered, naming all operations that programs lack. Without
-    `groups` each operation is carried out by itself, with the same bits.
+def lower(graph: GraphModule, *, groups: bool = True) -> TokenProgram | NoTokenProgram:
+    """The program that computes the graph, or NoTokenProgram, with all operations that programs lack. Without `groups`
+    each operation is carried out by itself, with the same bits.
     """
     if lacking := dict.fromkeys(_lacking_name(node) for node in graph.graph.nodes if _is_lacking(node)):
-        raise CannotBeLowered(", ".join(lacking))
-    return _Lowering(graph, groups=groups).program()
+        return NoTokenProgram(", ".join(lacking))
+    try:
+        return _Lowering(graph, groups=groups).program()
+    except CannotBeLowered as why:
+        return NoTokenProgram(str(why))
 
 
 def _is_lacking(node: Node) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.checkpoint.bundle import uses_kernels
-from runtime.compiler.compilation import StepOutput, logits_of
+from runtime.compiler.package import StepOutput, logits_of
 from runtime.core.batch import Batch, pad_to_min_2
 from runtime.kernels.library import cxx_compiler
 from runtime.kernels.ops import flush_denormals_of_openmp
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch._inductor.cpu_vec_isa import VecISA
 
     from runtime.model.model import Step
-
-CACHE = "rank0.cache"
 
 
 class CompiledStep:

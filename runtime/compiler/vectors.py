@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.compiler.capture import NoTokenProgram
-
 OPERATIONS = (
     *("load", "pick", "store", "embed", "copy", "add", "sub", "mul", "div", "maximum", "minimum", "neg", "abs", "sqrt"),
     *("rsqrt", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "softplus", "gelu", "gelu_tanh", "sum"),
@@ -45,7 +43,7 @@ WEIGHT, NUMBER = 1, 2
 Shape = tuple[int, ...]
 
 
-class CannotBeLowered(NoTokenProgram):
+class CannotBeLowered(Exception):
     """A graph has an operation that token programs lack, or that they lack in this form."""
 
 

@@ -18,7 +18,7 @@ from runtime.core.params import GREEDY, SamplingConfig
 from runtime.core.sampling import NoValidToken, Sampler, have_kernels
 from runtime.core.scopes import Scope
 from runtime.core.stats import FinishReason, RequestStats, TokenLogprobs
-from runtime.core.thinking import Thinking, ThinkingBudget
+from runtime.core.thinking_budget import Thinking, ThinkingBudget
 
 
 class StopCheck(Protocol):

@@ -26,7 +26,7 @@ from torch import Tensor
 from runtime.core.grammar import Mask, Matcher
 from runtime.core.occurrences import NO_ENTRIES, Adjustments, Occurrences
 from runtime.core.params import FIELDS, GREEDY, SamplingConfig, grammar_name
-from runtime.core.thinking import Rule, ThinkingBudget
+from runtime.core.thinking_budget import Rule, ThinkingBudget
 from runtime.util.errors import SpecDecError
 
 Processor = Callable[..., Tensor]

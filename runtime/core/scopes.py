@@ -1,7 +1,7 @@
 """Scopes of a request: things that its output shares with other outputs, such as the tools that it may call.
 
-Pools of earlier outputs are kept by scope (`runtime.drafters.pools`). Every request has its owner as a scope; other
-scopes are made from its body. A scope is identified by a digest, so no text is kept for it.
+Pools of earlier outputs are kept by scope (`runtime.drafters.owner_pools`). Every request has its owner as a scope;
+other scopes are made from its body. A scope is identified by a digest, so no text is kept for it.
 """
 
 import hashlib

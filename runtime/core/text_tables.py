@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.core.answers import Answer, Marks
 from runtime.core.block_store import BlockStore, Owner, as_bytes, owner_name
+from runtime.core.old_answers import Answer, Marks
 from runtime.core.scopes import Scope
 
 _TABLES = """

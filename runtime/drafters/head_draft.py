@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runtime.checkpoint.bundle import uses_kernels
 from runtime.checkpoint.config import ARITHMETICS, StepCost
-from runtime.compiler.compilation import PackagedStep
+from runtime.compiler.package import PackagedStep
 from runtime.core.batch import Batch, Row, pack
 from runtime.core.request import Draft, Sequence
 from runtime.drafters.confidence_stop import ConfidenceStop
@@ -27,14 +27,12 @@ from runtime.drafters.heads.head_config import HeadConfig, language_model, num_l
 from runtime.drafters.heads.head_model import EagleHead, Head, load_head, set_layers, set_output, use_kernels
 from runtime.drafters.heads.head_output import QuantizedLayers, read_quantized, read_target_output
 from runtime.drafters.heads.paged_head import hide_first, use_programs
-from runtime.engine.engine import Engine
+from runtime.engine.engine import SHORT_ROW, Engine
 from runtime.engine.head_cache import HeadCache
 from runtime.kernels.memory import trim
-from runtime.util.cache import digest, file_digest
+from runtime.util.digests import digest, file_digest
 from runtime.util.errors import SpecDecError
 
-_SHORT_ROW = 32
-"""Tokens of a row up to which rows are computed in one batch: shorter rows are padded to the longest."""
 _LONG_BLOCK = 8
 """Most tokens of a block whose costs are measured."""
 _LITTLE_BYTES = 16 << 20
@@ -113,7 +111,7 @@ class HeadDraft:
             row = self._row_behind(draft_state)
             if row is None:  # such as of a sequence that began before there was a head
                 draft_state.has_ended = True
-            elif len(row.tokens) > _SHORT_ROW:
+            elif len(row.tokens) > SHORT_ROW:
                 outputs[id(draft_state)] = self._compute_known([row])
             else:
                 short.append((draft_state, row))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from runtime.core.request import Draft, Sequence
-from runtime.drafters.pool import NgramPool
+from runtime.drafters.ngram_pool import NgramPool
 
 _NUM_CHARACTERS = 0x110000
 """Number of characters that tokens may use. An id beyond it would share the character of a smaller id: a draft could

@@ -13,7 +13,7 @@ from typing import get_args
 
 from runtime.core.request import Draft, Sequence
 from runtime.drafters.lookup import History, TextLookup, as_characters, cut_at_end_id, most_frequent, num_common_before
-from runtime.drafters.pool import NgramPool
+from runtime.drafters.ngram_pool import NgramPool
 from runtime.drafters.spec import NgramRanking
 from runtime.text.corpus import Corpus
 from runtime.util.errors import UsageError

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 from runtime.core.request import Draft, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter, DraftSeconds
 from runtime.drafters.meter import Clock
-from runtime.drafters.pool import NgramPool
-from runtime.drafters.pools import OwnerPools
+from runtime.drafters.ngram_pool import NgramPool
+from runtime.drafters.owner_pools import OwnerPools
 from runtime.drafters.protocol import CompositeDrafter, Drafter
 
 if TYPE_CHECKING:
     from runtime.checkpoint.costs import CostModel
-    from runtime.drafters.answers import Answers
+    from runtime.drafters.answer_lookup import Answers
     from runtime.drafters.custom import GuardedDrafter
     from runtime.drafters.draft_target import DraftModel, SelfDraft
     from runtime.drafters.head_draft import HeadDraft

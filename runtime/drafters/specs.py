@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from runtime.checkpoint.costs import CostModel
     from runtime.drafters.heads.head_config import HeadConfig
     from runtime.drafters.meter import Clock
+    from runtime.drafters.ngram_pool import NgramPool
     from runtime.drafters.opened import OpenDrafter, Opener
-    from runtime.drafters.pool import NgramPool
-    from runtime.drafters.pools import OwnerPools
+    from runtime.drafters.owner_pools import OwnerPools
     from runtime.drafters.protocol import Drafter, DraftFunction
 
 __all__ = [
@@ -88,7 +88,7 @@ class LookupDrafter(DrafterSpec):
         """Finished outputs that it searches too: none, those of the request's owner, or all ("public")."""
 
     def make_pool(self) -> "NgramPool":
-        from runtime.drafters.pool import NgramPool
+        from runtime.drafters.ngram_pool import NgramPool
 
         return NgramPool()
 
@@ -103,7 +103,7 @@ class LookupDrafter(DrafterSpec):
         `clock` as in `AdaptiveDrafter`. `owner_pools` are shared with other lookups; None to have pools of its own.
         """
         from runtime.drafters.opened import OpenDrafter, adapted
-        from runtime.drafters.pools import OwnerPools, PooledLookup
+        from runtime.drafters.owner_pools import OwnerPools, PooledLookup
 
         pools = [self.make_pool()] if self.pool == "public" else []
         lookup = self.lookup(pools[0] if pools else None)
@@ -210,7 +210,7 @@ class NgramDrafter(LookupDrafter):
         return [cls(max_draft_len, size, ranking=ranking) for size, ranking in tried]
 
     def make_pool(self) -> "NgramPool":
-        from runtime.drafters.pool import NgramPool
+        from runtime.drafters.ngram_pool import NgramPool
 
         return NgramPool(max_matching_ngram_size=self.max_matching_ngram_size)
 
@@ -572,7 +572,7 @@ class GrammarDrafter(DrafterSpec):
 
 @dataclass(frozen=True)
 class AnswerDrafter(DrafterSpec):
-    """Drafts the old answer to the same prompt, or to a similar prompt (`runtime.drafters.answers`)."""
+    """Drafts the old answer to the same prompt, or to a similar prompt (`runtime.drafters.answer_lookup`)."""
 
     description = Description(
         "answers",
@@ -588,7 +588,7 @@ class AnswerDrafter(DrafterSpec):
     max_draft_len: LookupLen = 10
 
     def open(self, opening: "Opener") -> "OpenDrafter":
-        from runtime.drafters.answers import AnswerLookup
+        from runtime.drafters.answer_lookup import AnswerLookup
         from runtime.drafters.opened import OpenDrafter, adapted
 
         answers = opening.answers()

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from runtime.checkpoint.bundle import Bundle, check_step_files, read_bundle, unchanged_while_opened, uses_kernels
 from runtime.checkpoint.config import EngineConfig, Share, Size, check_arguments
-from runtime.compiler.compilation import StepFunction
-from runtime.core.answers import Answer
+from runtime.compiler.package import StepFunction
 from runtime.core.batch import Row, context_row, pack, split_long_rows
 from runtime.core.kv_cache import BlockManager, KVPool, bytes_per_block, kv_dtype
 from runtime.core.limits import check_cache_size, check_draft_len, check_lengths, check_vocabulary
+from runtime.core.old_answers import Answer
 from runtime.core.request import Request, Sequence
 from runtime.core.scopes import Scope
 from runtime.core.states import States, bytes_per_slot, num_rolled_back, num_slots_of, state_inputs, state_pools
@@ -276,7 +276,7 @@ class Engine:
         return ([], after) if self._used_disk is None else self._used_disk.read_answers(vocabulary, salt, after)
 
     def keep_output(self, salt: str | None, scopes: Seq[Scope], tokens: list[int]) -> None:
-        """Keep an owner's output on disk (`runtime.drafters.pools.OutputStore`); without a disk do nothing."""
+        """Keep an owner's output on disk (`runtime.drafters.owner_pools.OutputStore`); without a disk do nothing."""
         if self._used_disk is not None:
             self._used_disk.keep_output(salt, scopes, tokens)
 

@@ -30,16 +30,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.checkpoint.build_code import digests_of_build_code
 from runtime.checkpoint.config import EngineConfig, as_json
-from runtime.core.answers import Answer
 from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Found, Owner, Record, Unwritable, as_bytes
 from runtime.core.kv_cache import BlockManager, CachedBlock, KVPool
+from runtime.core.old_answers import Answer
 from runtime.core.request import Sequence
 from runtime.core.scopes import Scope
 from runtime.core.states import States
 from runtime.core.text_tables import forget_answers, read_answers, read_outputs, write_answers, write_output
 from runtime.engine.head_cache import HeadCache
-from runtime.util.cache import digest, digests_of_build_code
+from runtime.util.digests import digest
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 
 _KV = "kv"

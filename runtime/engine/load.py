@@ -16,7 +16,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from runtime.checkpoint.bundle import COPY_DIR, LIBRARY, uses_kernels, weights_files
+from runtime.checkpoint.bundle import (
+    COMPILER_CACHE,
+    COPY_DIR,
+    LIBRARY,
+    PACKAGE,
+    STEP_WEIGHTS,
+    uses_kernels,
+    weights_files,
+)
 from runtime.checkpoint.config import (
     ALONE,
     Compiler,
@@ -29,16 +37,14 @@ from runtime.checkpoint.config import (
     StepShape,
     as_json,
 )
-from runtime.compiler.compilation import (
-    PACKAGE,
-    WEIGHTS,
+from runtime.compiler.package import (
     PackagedStep,
     StepFunction,
     open_aot,
     shape_of_package,
     wanted_layout,
 )
-from runtime.compiler.torch_compile import CACHE, CompiledStep
+from runtime.compiler.torch_compile import CompiledStep
 from runtime.kernels.library import instructions
 from runtime.kernels.memory import keep_freed_memory
 from runtime.kernels.ops import choose_vector_math, load_kernels
@@ -149,7 +155,7 @@ def open_copy(step: StepFunction, engine_dir: Path, device: torch.device, ids: T
     """The step of the self-draft copy, which shares the memory of the target's step. `ids` as in `copy_of`."""
     directory = engine_dir / COPY_DIR
     if isinstance(step, PackagedStep):
-        return _open_package(directory / PACKAGE, directory / WEIGHTS, step.weights)
+        return _open_package(directory / PACKAGE, directory / STEP_WEIGHTS, step.weights)
     from runtime.compiler.quantized_copy import copy_of, read_layers
     from runtime.model.model import Step
     from runtime.model.quantized import pack_layers
@@ -176,7 +182,7 @@ def _open_package(package: Path, weights: Path, known: dict[str, Tensor] | None 
 def _own_cache(directory: Path) -> Path:
     """A copy of the compiler's cache: the compiler writes to it, and the bundle may be shared or read-only."""
     cache_dir = Path(tempfile.mkdtemp(dir=temporary_dir()))
-    shutil.copytree(directory / CACHE, cache_dir, dirs_exist_ok=True)
+    shutil.copytree(directory / COMPILER_CACHE, cache_dir, dirs_exist_ok=True)
     return cache_dir
 
 

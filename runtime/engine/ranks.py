@@ -21,16 +21,17 @@ from torch import Tensor
 
 from runtime.checkpoint.bundle import LIBRARY
 from runtime.checkpoint.config import CheckpointConfig, EngineConfig, Mapping, StepShape, as_json
-from runtime.compiler.compilation import StepFunction, logits_of
+from runtime.compiler.package import StepFunction, logits_of
 from runtime.core.kv_cache import BlockCopy
 from runtime.core.states import StateCopy
 from runtime.engine.devices import cores_of, pin, usable_cores
 from runtime.engine.load import StepKind, open_step
+from runtime.engine.rank_processes import RankProcesses
 from runtime.kernels.groups import COPY_BLOCK, COPY_SLOT, POOL, RankGroup, Rendezvous, join, of_batch, send, way_of
 from runtime.kernels.memory import zeros, zeros_in
 from runtime.kernels.ops import load_kernels
 from runtime.util.errors import SpecDecError
-from runtime.util.processes import Processes, shared_memory
+from runtime.util.processes import shared_memory
 
 Made = TypeVar("Made")
 _SETTLES_S = 20e-6
@@ -111,7 +112,7 @@ class RankedStep:
             devices = ["cpu" if device.type == "cpu" else f"cuda:{device_id}" for device_id in device_ids]
             jobs = _jobs(model, rendezvous, cores, devices, self._files)
             try:
-                self._processes = Processes(jobs, (*rendezvous.files, *self._files), self._group.stop)
+                self._processes = RankProcesses(jobs, (*rendezvous.files, *self._files), self._group.stop)
             except BaseException:
                 self._group.leave()
                 _close_all(self._files)
@@ -258,7 +259,7 @@ def _jobs(
     ]
 
 
-def _close(processes: Processes, group: RankGroup, place: Place | None, files: list[int]) -> None:
+def _close(processes: RankProcesses, group: RankGroup, place: Place | None, files: list[int]) -> None:
     group.stop()
     processes.close()
     group.leave()

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from runtime.util.cache import OF_ALL_TO_READ, cache_dir, digest, locked_entry, make_cache_dir, read_sealed, sealed
+from runtime.util.cache import OF_ALL_TO_READ, cache_dir, locked_entry, make_cache_dir, read_sealed, sealed
+from runtime.util.digests import digest
 from runtime.util.errors import SpecDecError, SpecDecWarning
 from runtime.util.files import write_file
 from runtime.util.processes import paths_of_child

@@ -32,7 +32,7 @@ from runtime.core.generation import Output, Piece, RequestOutput
 from runtime.core.grammar import CompiledGrammar, Grammars
 from runtime.core.params import GREEDY, MODEL_DEFAULTS, ConversationParams, Grammar, Mode, SamplingParams
 from runtime.core.request import Request, Sequence
-from runtime.core.thinking import Thinking
+from runtime.core.thinking_budget import Thinking
 from runtime.drafters.heads.head_config import has_mtp_head, hidden_states_for, read_head
 from runtime.drafters.plugins import tell_problems
 from runtime.drafters.protocol import Drafter, DraftFunction
@@ -66,7 +66,7 @@ from runtime.text.text import (
     tokenizer_of_engine,
     word_tokens,
 )
-from runtime.text.thinking import thinking_of
+from runtime.text.thinking_tags import thinking_of
 from runtime.text.token_text import special_token_ids
 from runtime.util.at_exit import call_at_exit, closed_at_exit
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError, errors_about
@@ -75,7 +75,7 @@ from runtime.util.words import chosen
 
 if TYPE_CHECKING:
     from runtime.loop.lossless.results import LosslessCheck
-    from runtime.proof.check import Checker
+    from runtime.proof.checker import Checker
     from runtime.proof.records import Finding, Rule
 
 AnyDrafter = AnySpec | Drafter | DraftFunction
@@ -512,8 +512,8 @@ class LLM:
         return list(self.checker(rule).check(reads))
 
     def checker(self, rule: "Rule | None" = None) -> "Checker":
-        """A checker of receipts (`runtime.proof.check`); `rule` None for the rule that fits each receipt."""
-        from runtime.proof.check import Checker  # not for a first answer
+        """A checker of receipts (`runtime.proof.checker`); `rule` None for the rule that fits each receipt."""
+        from runtime.proof.checker import Checker  # not for a first answer
 
         return Checker(self.engine, self.tokenizer, self.fingerprint, lambda form: self.grammars.compiled(form), rule)
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import EngineConfig, StepCost
 from runtime.checkpoint.costs import CostModel
-from runtime.core.answers import Answer
+from runtime.core.old_answers import Answer
 from runtime.drafters.adaptive import DraftSeconds
-from runtime.drafters.answers import Answers, AnswersFirst
+from runtime.drafters.answer_lookup import Answers, AnswersFirst
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
 from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.opened import BoundedDrafter, DraftModelSettings, ModelSettings, OpenDrafter, adapted
+from runtime.drafters.owner_pools import OwnerPools
 from runtime.drafters.parallel import ParallelDraftModel
-from runtime.drafters.pools import OwnerPools
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.speculation import Speculation
 from runtime.drafters.translated import TranslatedDraftModel

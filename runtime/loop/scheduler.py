@@ -1,8 +1,8 @@
 """Leader mode (V2): one loop for all requests, in which a sequence keeps its blocks until it is done.
 
-Requests that do not fit wait. They join as other requests finish, or as others make room by the clients' turns
-(`runtime.loop.turns`); a sequence that made room waits with its blocks. When blocks run out, waiting sequences give
-their blocks back first, then the running sequence that is the last in order. Both are continued later from their
+Requests that do not fit wait. They join as other requests finish, or as others make room by the order of the fair queue
+(`runtime.loop.fair_queue`); a sequence that made room waits with its blocks. When blocks run out, waiting sequences
+give their blocks back first, then the running sequence that is the last in order. Both are continued later from their
 tokens, and the first in order always makes progress.
 """
 
@@ -16,9 +16,9 @@ from runtime.core.request import Request, Sequence
 from runtime.core.stats import LoopTimes
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
-from runtime.loop.pieces import PieceSizes
+from runtime.loop.fair_queue import FairQueue
+from runtime.loop.prefill_chunks import ChunkSizes
 from runtime.loop.step import Stepped, check_requests, make_room, raise_first_error, release_all, step
-from runtime.loop.turns import Turns
 
 
 def generate(
@@ -47,8 +47,8 @@ class Scheduler:
     """Running and waiting sequences, and the step of all running sequences.
 
     The caller of `step` may add and drop sequences between two steps. Several schedulers may share an engine, in one
-    thread or in several (`runtime.util.thread_turns`). `pieces` limits the time for which generating sequences wait for
-    prompts; with None, pieces have max_num_tokens.
+    thread or in several (`runtime.util.thread_turns`). `chunks` limits the time for which generating sequences wait for
+    prompts; with None, chunks have max_num_tokens.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         max_draft_len: int | None = None,
         times: LoopTimes | None = None,
-        pieces: PieceSizes | None = None,
+        chunks: ChunkSizes | None = None,
     ) -> None:
         self.engine = engine
         self.drafter = drafter
@@ -72,28 +72,28 @@ class Scheduler:
         self._is_full = False
         self.asked_s = math.inf
         """Last time at which a step was asked for (`runtime.util.thread_turns.Holder`)."""
-        self._pieces = pieces
-        self._turns = Turns()
+        self._chunks = chunks
+        self._queue = FairQueue()
         self._holding: list[Sequence] = []
         """Waiting sequences that have blocks."""
 
     @property
     def waiting(self) -> list[Sequence]:
         """Sequences that have not run yet, and sequences that gave up their place in the batch or their blocks."""
-        return list(self._turns)
+        return list(self._queue)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self._turns)
+        return bool(self.running or self._queue)
 
     def add(self, sequence: Sequence, client: Hashable = None, priority: int = 0) -> None:
         """Let a sequence, whose request has been checked, wait and join when it is its turn."""
-        self._turns.add(sequence, client, priority)
+        self._queue.add(sequence, client, priority)
 
     @property
     def first_waiting(self) -> Sequence:
         """The waiting sequence whose turn is next."""
-        return self._turns.candidates(self.running)[0]
+        return self._queue.candidates(self.running)[0]
 
     @property
     def holds_room(self) -> bool:
@@ -124,14 +124,14 @@ class Scheduler:
             ready = self._compute_context()
         is_short, context_s = all(map(self._generates, ready)), time.perf_counter() - context_start
         stepped = step(self.engine, self.drafter, ready, self.max_draft_len, self.times) if ready else []
-        self._turns.charge(self.running)
+        self._queue.charge(self.running)
         self._release_finished()
         self.times.target_time_s += self.engine.step_time_s - step_time_s
         self.times.num_iterations += 1
         seconds = time.perf_counter() - start
         self.times.wall_s += seconds
-        if self._pieces is not None and ready and is_short:
-            self._pieces.step_took(seconds - context_s)
+        if self._chunks is not None and ready and is_short:
+            self._chunks.step_took(seconds - context_s)
         if not self.has_work:
             self.engine.turns.leave(self)
         return stepped
@@ -146,15 +146,15 @@ class Scheduler:
             self._is_full = False
         elif sequence in self._holding:
             self._holding.remove(sequence)
-        self._turns.remove(sequence)
+        self._queue.remove(sequence)
         release_all(self.engine, self.drafter, [sequence])
 
     def release_all(self) -> None:
         """Release all sequences, as after a step that failed."""
-        sequences = [*self.running, *self._turns]
+        sequences = [*self.running, *self._queue]
         self.running.clear()
         self._holding.clear()
-        self._turns = Turns()
+        self._queue = FairQueue()
         self._is_full = False
         self.engine.turns.leave(self)
         release_all(self.engine, self.drafter, sequences)
@@ -168,32 +168,32 @@ class Scheduler:
 
     def _give_back_last(self) -> None:
         """Preempt the running sequence that is last in order: release its blocks and let it wait."""
-        last = self._turns.in_order(self.running)[-1]
+        last = self._queue.in_order(self.running)[-1]
         self.engine.release(last)
         self.running.remove(last)
-        self._turns.wait(last)
+        self._queue.wait(last)
         self.times.num_preemptions += 1
 
     def _admit(self) -> None:
         """Let waiting sequences run while there is room, or while running sequences make room for their turns."""
-        if len(self.running) == self.engine.max_batch_size and not self._turns.are_due:
+        if len(self.running) == self.engine.max_batch_size and not self._queue.are_due:
             return
-        while self._turns and self._admit_one():
+        while self._queue and self._admit_one():
             pass
-        self._turns.settle(self.running)
+        self._queue.settle(self.running)
 
     def _admit_one(self) -> bool:
         """Let one waiting sequence run; False if none can. After blocks ran out, there is no room until a sequence has
         ended. A sequence that lacks blocks is not overtaken if it is the first in order.
         """
         has_room = len(self.running) < self.engine.max_batch_size and not (self._is_full and self.running)
-        for sequence in self._turns.candidates(self.running):
+        for sequence in self._queue.candidates(self.running):
             if has_room and self._enter(sequence):
                 return True
-            leaving = self._turns.leaving(sequence, self.running)
+            leaving = self._queue.leaving(sequence, self.running)
             if leaving is not None:
                 self.running.remove(leaving)
-                self._turns.wait(leaving)
+                self._queue.wait(leaving)
                 self._holding.append(leaving)
                 self.num_turns += 1
                 return self._enter(sequence)
@@ -209,14 +209,14 @@ class Scheduler:
         if sequence in self._holding:
             self._holding.remove(sequence)
         self.running.append(sequence)
-        self._turns.run(sequence)
+        self._queue.run(sequence)
         return True
 
     def _release_waiting(self) -> bool:
         """Release the blocks of the last waiting sequence that holds blocks; False if no waiting sequence does."""
         if not self._holding:
             return False
-        last = self._turns.in_order(self._holding)[-1]
+        last = self._queue.in_order(self._holding)[-1]
         self._holding.remove(last)
         self.engine.release(last)
         self.times.num_preemptions += 1
@@ -238,13 +238,13 @@ class Scheduler:
         return not sequence.num_unscored and sequence.num_generated > 0 and is_short
 
     def _read_on(self) -> None:
-        """Read K/V from disk, in order; beside sequences that generate, for as long as a piece of a prompt may take."""
-        unread = [sequence for sequence in self._turns.in_order(self.running) if sequence.unread]
+        """Read K/V from disk, in order; beside sequences that generate, for as long as a chunk of a prompt may take."""
+        unread = [sequence for sequence in self._queue.in_order(self.running) if sequence.unread]
         if not unread:
             return
         until = math.inf
-        if self._pieces is not None and any(map(self._generates, self.running)):
-            until = time.perf_counter() + self._pieces.piece_s
+        if self._chunks is not None and any(map(self._generates, self.running)):
+            until = time.perf_counter() + self._chunks.chunk_s
         for sequence in unread:
             self.engine.read_on(sequence, until)
             if time.perf_counter() >= until:
@@ -255,17 +255,17 @@ class Scheduler:
         token.
 
         A sequence that generates always steps: its few tokens are computed whatever the budget. Beside such a sequence
-        prompts get no more tokens than the next piece has (`runtime.loop.pieces`), if pieces are limited.
+        prompts get no more tokens than the next chunk has (`runtime.loop.prefill_chunks`), if chunks are limited.
         """
         num_generating = sum(map(self._generates, self.running))
         if num_generating == len(self.running):
             return list(self.running)
         budget, ready, start = self.engine.max_num_tokens, [], time.perf_counter()
-        pieces = self._pieces if num_generating else None
-        if pieces is not None:
-            budget = min(budget, pieces.num_tokens)
+        chunks = self._chunks if num_generating else None
+        if chunks is not None:
+            budget = min(budget, chunks.num_tokens)
         num_tokens = 0
-        for sequence in self._turns.in_order(self.running):
+        for sequence in self._queue.in_order(self.running):
             if sequence.unread:
                 continue
             if sequence.num_unscored and budget > 0:
@@ -285,8 +285,8 @@ class Scheduler:
                 self.engine.compute_context(sequence, budget)
                 num_tokens += budget
                 budget = 0
-        if pieces is not None and num_tokens:
-            pieces.piece_took(num_tokens, time.perf_counter() - start)
+        if chunks is not None and num_tokens:
+            chunks.chunk_took(num_tokens, time.perf_counter() - start)
         return ready
 
     def _release_finished(self) -> None:
@@ -296,6 +296,6 @@ class Scheduler:
             if self.drafter:
                 self.drafter.forget(sequence.request.id)
             self.running.remove(sequence)
-            self._turns.remove(sequence)
+            self._queue.remove(sequence)
             if sequence.error is not None:
                 self.failed.append(sequence)

@@ -23,7 +23,7 @@ from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.prediction import CopiedTexts
 from runtime.drafters.protocol import Drafter, ask, check_request
 from runtime.drafters.under_grammar import UnderGrammar
-from runtime.loop.pieces import PieceSizes
+from runtime.loop.prefill_chunks import ChunkSizes
 from runtime.loop.scheduler import Scheduler
 from runtime.loop.session import Session
 from runtime.util.errors import SpecDecError
@@ -176,7 +176,7 @@ class LoopLimits:
 
     `max_queue_len`: waiting sequences. `max_requests_per_client`: requests of a client that run or wait. `max_gap_s`:
     time between two tokens of a sequence while prompts are computed, unless 2.5 steps are longer
-    (`runtime.loop.pieces`); infinite to compute prompts first.
+    (`runtime.loop.prefill_chunks`); infinite to compute prompts first.
     """
 
     max_queue_len: int
@@ -185,8 +185,8 @@ class LoopLimits:
 
 
 class ServingLoop:
-    """Answers requests with an engine until it is stopped. Clients take turns (`runtime.loop.turns`). `on_progress` is
-    called in the loop's thread after each step, with the answers that have grown.
+    """Answers requests with an engine until it is stopped. Clients share it by `runtime.loop.fair_queue`. `on_progress`
+    is called in the loop's thread after each step, with the answers that have grown.
     """
 
     def __init__(
@@ -201,8 +201,8 @@ class ServingLoop:
         self._copied = CopiedTexts()
         self._router = DrafterRouter(_default_drafter(session, self._copied))
         gap_s = limits.max_gap_s
-        pieces = None if gap_s == math.inf else PieceSizes(session.engine.max_num_tokens, gap_s)
-        self._scheduler = Scheduler(session.engine, self._router, session.engine.max_draft_len, pieces=pieces)
+        chunks = None if gap_s == math.inf else ChunkSizes(session.engine.max_num_tokens, gap_s)
+        self._scheduler = Scheduler(session.engine, self._router, session.engine.max_draft_len, chunks=chunks)
         self._condition = Condition()
         self._arrived: deque[RequestHandle] = deque()
         self._answers: dict[int, RequestHandle] = {}

@@ -19,7 +19,7 @@ from runtime.loop.scheduler import Scheduler
 
 _CONTEXT_LENS = (64, 512, 2048)
 _CONTEXT_NUM_TOKENS = (64, 256, 512)
-"""Tokens of the pieces of prompts that are timed, beside the short rows of generation steps."""
+"""Tokens of the chunks of prompts that are timed, beside the short rows of generation steps."""
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _MAX_CONTEXT_TOKENS = 8 * 2048
 """Limit on the context tokens of all rows together, so that memory and time for measuring stay bounded. Beyond it the
@@ -79,12 +79,12 @@ def cache_for_measuring(build: BuildConfig, block_bytes: int) -> KVCacheConfig:
 def measure_steps(
     engine: Engine, max_s: float, known: tuple[StepCost, ...] = (), *, by_copy: bool = False
 ) -> tuple[StepCost, ...]:
-    """The time of steps of 1 to max_draft_len + 1 tokens, for several batch sizes and contexts, and of prompts' pieces,
+    """The time of steps of 1 to max_draft_len + 1 tokens, for several batch sizes and contexts, and of prompts' chunks,
     beside the costs that are `known`.
 
     Steps are timed in up to 5 passes through all sizes, so that a busy moment of the machine does not fall on a single
-    size; pieces of prompts take most of the time and vary least, and are in the first pass alone. A step that is no
-    piece is timed after an equal step, as in a generation; the 21 MB of a small model's weights are then in the
+    size; chunks of prompts take most of the time and vary least, and are in the first pass alone. A step that is no
+    chunk is timed after an equal step, as in a generation; the 21 MB of a small model's weights are then in the
     processor's caches. Measuring ends after `max_s` seconds; sizes that are expected to take longer than the seconds
     left are passed over, except the first size if nothing is known. The sizes that most estimates use are measured
     first.
@@ -97,7 +97,7 @@ def measure_steps(
         for group in _groups(build)
         if not have.issuperset(group)
         and all(_num_blocks(build, cell) <= room for cell in group)
-        and not (by_copy and _is_piece(build, group[-1]))
+        and not (by_copy and _is_chunk(build, group[-1]))
     ]
     seconds: dict[Cell, list[float]] = {}
     start, num_occupied = time.perf_counter(), 1
@@ -107,13 +107,13 @@ def measure_steps(
             passed_s = time.perf_counter() - start
             if costs and passed_s + 2 * _expected_s(costs, group) > max_s:
                 continue
-            if i > 0 and _is_piece(build, group[-1]):
+            if i > 0 and _is_chunk(build, group[-1]):
                 continue
             num_blocks = max(_num_blocks(build, cell) for cell in group) + 1
             engine.occupy_cache(range(num_occupied, num_blocks))
             num_occupied = max(num_occupied, num_blocks)
             for cell in group:
-                if not _is_piece(build, cell):
+                if not _is_chunk(build, cell):
                     time_cell(engine, *cell, by_copy=by_copy)
                 seconds.setdefault(cell, []).append(time_cell(engine, *cell, by_copy=by_copy))
     return (*(cost for cost in known if _cell_of(cost) not in seconds), *_costs(seconds))
@@ -181,7 +181,7 @@ def _groups(build: BuildConfig) -> list[list[Cell]]:
     """Groups of cells that are measured together or not at all, the most wanted first.
 
     For each batch size and context the shortest and the longest rows come first, between which costs are interpolated;
-    then the other rows, and pieces of prompts.
+    then the other rows, and chunks of prompts.
     """
     most = max(build.max_request_len - build.max_draft_len - 1, 0)
     contexts = sorted({min(context_len, most) for context_len in _CONTEXT_LENS})
@@ -191,23 +191,23 @@ def _groups(build: BuildConfig) -> list[list[Cell]]:
     groups = [[(b, c, n) for n in sorted({1, longest})] for b, c in grids]
     between = [[[(b, c, n)] for n in range(2, longest)] for b, c in grids]
     groups += between[0] if between else []
-    groups += _pieces(0)
+    groups += _chunks(0)
     groups += [group for one in between[1:] for group in one]
-    groups += _pieces(contexts[-1])
+    groups += _chunks(contexts[-1])
     fitting = [[cell for cell in group if cell[1] + cell[2] <= build.max_request_len] for group in groups]
     return [group for group in fitting if group]
 
 
-def _pieces(context_len: int) -> list[list[Cell]]:
-    """Cells for pieces of prompts, each in a group of its own: the time of a long piece is estimated from shorter ones,
+def _chunks(context_len: int) -> list[list[Cell]]:
+    """Cells for chunks of prompts, each in a group of its own: the time of a long chunk is estimated from shorter ones,
     and may be too long.
     """
     first, *others = _CONTEXT_NUM_TOKENS
     return [[(1, context_len, 1), (1, context_len, first)], *([(1, context_len, n)] for n in others)]
 
 
-def _is_piece(build: BuildConfig, cell: Cell) -> bool:
-    """True if the cell's rows are longer than a draft's row, so that they are pieces of prompts."""
+def _is_chunk(build: BuildConfig, cell: Cell) -> bool:
+    """True if the cell's rows are longer than a draft's row, so that they are chunks of prompts."""
     return cell[2] > build.max_draft_len + 1
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from runtime.checkpoint.source import DTYPES, written_over
 from runtime.kernels.memory import give_back_pages, huge_pages, reserve, small_pages
-from runtime.util.cache import keep_digest
+from runtime.util.digests import keep_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import Stamp, stamp_of
 from runtime.util.tensor_file import NUM_BITS, TensorEntry, read_header

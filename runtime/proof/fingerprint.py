@@ -1,8 +1,8 @@
 """An engine's fingerprint: a digest of its logits after fixed tokens, and the facts that these bits depend on.
 
 Two engines with the same digest give the same bits, on whatever machine and from whatever build, as far as 48 tokens
-show; a check of answers (`runtime.proof.check`) looks at their own tokens. The facts beside the digest explain why two
-digests differ.
+show; a check of answers (`runtime.proof.checker`) looks at their own tokens. The facts beside the digest explain why
+two digests differ.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from runtime.engine.engine import Engine
 from runtime.loop.step import make_room
 from runtime.proof.records import Fingerprint
 from runtime.text.text import tokenizer_digest
-from runtime.util.cache import digest
+from runtime.util.digests import digest
 from runtime.util.reading import parse_json, read_utf8
 
 NUM_TOKENS = 48

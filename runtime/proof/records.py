@@ -9,7 +9,7 @@ from runtime.checkpoint.config import Compiler, Count, Dtype, Size, as_json
 from runtime.core.params import Grammar, SamplingConfig
 from runtime.core.stats import FinishReason
 from runtime.text.trace_lines import line_digest
-from runtime.util.cache import digest
+from runtime.util.digests import digest
 from runtime.util.reading import shown
 
 Relation = Literal["same", "other_machine", "faulty", "other_engine", "other_model"]

@@ -31,7 +31,7 @@ from safetensors.numpy import save_file
 
 from runtime.checkpoint.checksums import document_digest
 from runtime.checkpoint.config import Size, as_json, parse
-from runtime.util.cache import Range, file_digest, read_digest
+from runtime.util.digests import Range, file_digest, read_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import check_regular, new_file, stamp_of
 from runtime.util.tensor_file import read_header, read_metadata

@@ -34,7 +34,7 @@ from runtime.core.params import GREEDY, SamplingConfig
 from runtime.core.request import Request, Sequence
 from runtime.text.chat_templates import chat_templates
 from runtime.text.token_text import Texts, special_token_ids, texts_after, token_bytes
-from runtime.util.cache import digest
+from runtime.util.digests import digest
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.files import read_json
 from runtime.util.locks import quiet_transformers

@@ -1,1 +1,1 @@
-"""Errors, files, locks, the cache of engines, and processes, for every room."""
+"""Errors, files, digests, locks, the cache directory, and processes, for every room."""

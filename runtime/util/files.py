@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -356,6 +356,12 @@ def files_below(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def directory_bytes(path: Path) -> int:
     return sum(state.st_size for _, state in files_below(path))
+
+
+def unique_bytes(paths: Iterable[Path]) -> int:
+    """Bytes of all files in these directories; a file with several links counts once."""
+    found = (state for path in paths for _, state in files_below(path))
+    return sum({(state.st_dev, state.st_ino): state.st_size for state in found}.values())
 
 
 def make_private_directory(directory: Path) -> None:

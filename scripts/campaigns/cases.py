@@ -27,7 +27,7 @@ from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import guarded_drafter
 from runtime.drafters.draft_target import DraftModel, SelfDraft
 from runtime.drafters.ngram import CorpusLookup, NgramLookup
-from runtime.drafters.pool import NgramPool
+from runtime.drafters.ngram_pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request
 from runtime.drafters.suffix import SuffixLookup
 from runtime.engine.engine import KVCacheConfig

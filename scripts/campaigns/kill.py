@@ -40,7 +40,7 @@ from runtime.core.request import Request
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import scheduler
 from runtime.text.corpus import Corpus
-from runtime.util.cache import read_kept_digest
+from runtime.util.digests import read_kept_digest
 from scripts.campaigns import forks
 from scripts.campaigns.forks import use_directories
 

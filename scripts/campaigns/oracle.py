@@ -32,7 +32,7 @@ from runtime.checkpoint.config import (
     RecurrentShape,
     StateShape,
 )
-from runtime.compiler.compilation import StepFunction
+from runtime.compiler.package import StepFunction
 from runtime.core.batch import Row
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.sampling import Sampler, draw

@@ -22,7 +22,7 @@ from runtime.core.params import GREEDY, SamplingConfig
 from runtime.core.request import Request
 from runtime.drafters.chain import FirstOf
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.pool import NgramPool
+from runtime.drafters.ngram_pool import NgramPool
 from runtime.drafters.protocol import Drafter
 from runtime.drafters.suffix import SuffixLookup
 from runtime.engine.engine import KVCacheConfig

@@ -11,7 +11,7 @@ from filelock import FileLock
 from sentences import Said
 from waiting import HANG_S
 
-import runtime.util.cache
+import runtime.checkpoint.cached_engines
 from runtime.builder.engine_cache import engine_of_model, settings_of
 from runtime.util.cache import used_entry
 from runtime.util.errors import SpecDecError, SpecDecWarning
@@ -115,7 +115,7 @@ def test_engines_of_one_model_share_their_weights_and_the_oldest_go(
 ) -> None:
     """Engines with other limits have one file of weights, which goes with the last of them."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(runtime.util.cache, "_SHARED_BYTES", 1)
+    monkeypatch.setattr(runtime.checkpoint.cached_engines, "_SHARED_BYTES", 1)
     opened = []
     for max_seq_len, quantization in ((64, None), (128, None), (128, "int8")):
         settings = settings_of({"max_seq_len": max_seq_len, "quantization": quantization, "compiler": "none"})

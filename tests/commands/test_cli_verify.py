@@ -19,7 +19,7 @@ from runtime.drafters.specs import NgramDrafter
 from runtime.drafters.speculation import Speculation
 from runtime.text.corpus import write_corpus
 from runtime.text.trace_lines import check_trace_lines, line_digest
-from runtime.util.cache import file_digest
+from runtime.util.digests import file_digest
 from runtime.util.errors import SpecDecError
 
 Change = Callable[[Path], Any]
@@ -55,7 +55,7 @@ def artefacts(
 def keep_digest_of(path: Path) -> None:
     """Have the cache know a file, as if it had been there for longer than a moment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.util.cache._TIME_STEP_NS", -1)
+        patch.setattr("runtime.util.digests._TIME_STEP_NS", -1)
         file_digest(path)
 
 
@@ -141,7 +141,7 @@ def test_unknown_kept_digests_are_not_believed(artefacts: Path, specdec: Specdec
     ]
     flip(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.util.cache.read_kept_digest", lambda kept: record["sha256"])
+        patch.setattr("runtime.util.digests.read_kept_digest", lambda kept: record["sha256"])
         assert file_digest(path) == record["sha256"]
         assert verified(specdec, "engine")[1]["files"][1]["status"] == "changed"
 

@@ -33,7 +33,7 @@ from runtime.drafters.draft_target import DraftModel
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
-from runtime.proof.check import Checker
+from runtime.proof.checker import Checker
 from runtime.proof.fingerprint import fingerprint_of
 from runtime.proof.receipts import Read, read_receipts, read_row, receipt_of
 from runtime.proof.records import Finding, Receipt, differences, relation_of

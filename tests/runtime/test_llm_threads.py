@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from waiting import HANG_S, wait_until
 
 from runtime.text.text import encode, load_tokenizer
-from runtime.util.cache import begin_digests, file_digest, is_digest_awaited
+from runtime.util.digests import begin_digests, file_digest, is_digest_awaited
 from runtime.util.errors import SpecDecError
 from runtime.util.thread_turns import ThreadTurns
 from scripts.campaigns.llm_threads import KINDS, faults_of, switched_often
@@ -264,7 +264,7 @@ def test_cut_prompts_are_transformers_and_cut_no_others(llama_dir: Path) -> None
 
 
 def test_digests_are_begun_and_asked_for_by_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.util.cache._LARGE_BYTES", 0)
+    monkeypatch.setattr("runtime.util.digests._LARGE_BYTES", 0)
     paths = [tmp_path / f"{i}" for i in range(60)]
     for path in paths:
         path.write_text(path.name)

@@ -17,8 +17,8 @@ from sentences import Said
 from serving_models import PROMPT, WAITS, MakeServed, Served
 from waiting import wait_until
 
+from commands.serve.errors import HTTPError, of_validation
 from commands.serve.http.bodies import Document, EventStream
-from commands.serve.http.errors import HTTPError, of_validation
 from commands.serve.protocol.conversations import ended_after
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, MessagesRequest, refused_field, validate_body
 from runtime.drafters.specs import NgramDrafter
@@ -337,7 +337,7 @@ def test_a_full_queue_is_refused_with_when_to_come_again(make_served: MakeServed
 
 
 def asked_of(served: Served, max_tokens: int) -> list[Any]:
-    from commands.serve.asking import ask_completion
+    from commands.serve.protocol.asking import ask_completion
     from commands.serve.protocol.schema import CompletionRequest
 
     body = CompletionRequest(prompt=PROMPT, max_tokens=max_tokens, ignore_eos=True)
@@ -433,7 +433,7 @@ def test_of_a_long_prediction_is_read_what_can_be_needed(served: Served, monkeyp
         lengths.append(len(text))
         return encode_text(tokenizer, text)
 
-    monkeypatch.setattr("commands.serve.asking.encode_text", watched)
+    monkeypatch.setattr("commands.serve.protocol.asking.encode_text", watched)
     content = "a b " * LONG
     response = served.post(COMPLETIONS, prompt=PROMPT, max_tokens=1, prediction={"type": "content", "content": content})
     assert response.status_code == 200

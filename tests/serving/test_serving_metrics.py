@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_models import PROMPT, WAITS, MakeServed, Served
 from waiting import wait_until
 
-from commands.serve.asking import ask_completion
+from commands.serve.protocol.asking import ask_completion
 from commands.serve.protocol.schema import CompletionRequest
 from runtime.drafters.specs import NgramDrafter
 

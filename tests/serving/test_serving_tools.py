@@ -10,7 +10,7 @@ import pytest
 from sentences import Said
 from serving_models import MakeServed, Served
 
-from commands.serve.asking import ask_chat
+from commands.serve.protocol.asking import ask_chat
 from commands.serve.protocol.schema import ChatRequest
 from runtime.core.request import Sequence
 

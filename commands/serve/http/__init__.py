@@ -1,1 +1,1 @@
-"""HTTP alone: routes, limits on bodies, errors, and the OpenAPI document."""
+"""HTTP alone: access, routes, limits on bodies, and the OpenAPI document."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from fastapi.responses import Response
 
-from commands.serve.http.errors import FieldNames, HTTPError, fields_named
+from commands.serve.errors import FieldNames, HTTPError, fields_named
 from commands.serve.protocol.replies import Chunks, PieceStream
 from runtime.loop.serving import RequestHandle, ServeRequest, ServingLoop
 

@@ -12,8 +12,8 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 from pydantic.json_schema import models_json_schema
 
-from commands.serve.http.errors import ANTHROPIC_PATH
-from commands.serve.protocol import answers as answer_models
+from commands.serve.errors import ANTHROPIC_PATH
+from commands.serve.protocol import response_models
 from commands.serve.protocol import schema as body_models
 
 _STATUSES = {
@@ -62,7 +62,7 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
                 if path.startswith(ANTHROPIC_PATH) and int(status) >= 400:
                     response["content"] = _json_of("AnthropicError")
     named = sorted(set(re.findall(r"#/components/schemas/(\w+)", json.dumps(schema["paths"]))))
-    found = [getattr(answer_models, name, None) or getattr(body_models, name) for name in named]
+    found = [getattr(response_models, name, None) or getattr(body_models, name) for name in named]
     models: list[tuple[type[Any], Any]] = [(model, "validation") for model in found]
     described = models_json_schema(models, ref_template="#/components/schemas/{model}")[1]
     key = {"type": "http", "scheme": "bearer"}

@@ -18,15 +18,20 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from commands.serve.asking import ask_chat, ask_completion
+from commands.serve.errors import FieldNames, HTTPError, fields_named, internal_error
 from commands.serve.http.bodies import ClientGone, Clock, EventStream, Group, Waiting, document, submit, whole
 from commands.serve.http.clients import client_of, corpus_owners, salted
-from commands.serve.http.errors import FieldNames, HTTPError, fields_named, internal_error
 from commands.serve.http.metrics import ServerMetrics
 from commands.serve.http.openapi import answers, body_of, errors, openapi_schema, page_response
 from commands.serve.http.other_routes import what_is_there
 from commands.serve.http.request_log import note_answers, note_error, note_model
-from commands.serve.protocol.answers import (
+from commands.serve.protocol.anthropic_messages import MessagesReply, chat_of_messages
+from commands.serve.protocol.asking import ask_chat, ask_completion
+from commands.serve.protocol.completions import ChatReply, CompletionReply
+from commands.serve.protocol.conversations import chat_tokens
+from commands.serve.protocol.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of
+from commands.serve.protocol.replies import TokenTexts
+from commands.serve.protocol.response_models import (
     ChatAnswer,
     CompletionAnswer,
     MessageAnswer,
@@ -34,11 +39,6 @@ from commands.serve.protocol.answers import (
     ModelsAnswer,
     ResponseAnswer,
 )
-from commands.serve.protocol.anthropic_messages import MessagesReply, chat_of_messages
-from commands.serve.protocol.completions import ChatReply, CompletionReply
-from commands.serve.protocol.conversations import chat_tokens
-from commands.serve.protocol.openai_responses import ResponsesReply, ResponseStore, chat_of_responses, messages_of
-from commands.serve.protocol.replies import TokenTexts
 from commands.serve.protocol.schema import (
     AddCorpusRequest,
     ChatRequest,

@@ -25,9 +25,9 @@ from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from commands.output.output import stderr
+from commands.serve.errors import HTTPError, as_http_error
 from commands.serve.flags import ServerOptions
 from commands.serve.http.bodies import Group, unfinished_groups
-from commands.serve.http.errors import HTTPError, as_http_error
 from commands.serve.http.framing import StrictConnection
 from runtime.loop.serving import ServingLoop, Stopping
 from runtime.util.errors import SpecDecError, UsageError

@@ -26,7 +26,7 @@ from commands.serve.served import ServedModel
 from runtime.loop.serving import RequestHandle
 from runtime.text.parser import Said
 from runtime.text.text import decode, token_starts
-from runtime.util.cache import digest
+from runtime.util.digests import digest
 
 
 class CompletionReply:

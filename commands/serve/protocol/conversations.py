@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.errors import HTTPError, as_http_error
 from commands.serve.protocol.schema import (
     AllowedTools,
     ChatMessage,
@@ -32,7 +32,7 @@ from runtime.text.parser import OutputForm, OutputParser, Parser, SpecialTokens
 from runtime.text.prompt import with_tools_as_text
 from runtime.text.response_template import TemplateParser
 from runtime.text.text import encode_text
-from runtime.text.thinking import prompt_end
+from runtime.text.thinking_tags import prompt_end
 from runtime.util.errors import SpecDecError
 
 _TEMPLATE_S = 2.0

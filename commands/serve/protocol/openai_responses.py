@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import Any
 
-from commands.serve.http.errors import HTTPError
+from commands.serve.errors import HTTPError
 from commands.serve.protocol.completions import call_id, chat_streams
 from commands.serve.protocol.conversations import has_effort
 from commands.serve.protocol.replies import Chunks, Piece, PieceStream, is_cut_call, receipt_key, usage

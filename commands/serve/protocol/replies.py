@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from commands.serve.http.errors import HTTPError
+from commands.serve.errors import HTTPError
 from commands.serve.served import ServedModel
 from runtime.checkpoint.tokenizer import Tokenizer
 from runtime.core.grammar import Matcher

@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from commands.output.help import config_flag
-from commands.serve.http.errors import HTTPError, of_validation
+from commands.serve.errors import HTTPError, of_validation
 from runtime.checkpoint.generation_config import Range
 from runtime.core.params import (
     CONVERSATION_FIELDS,

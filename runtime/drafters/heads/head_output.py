@@ -18,7 +18,7 @@ from runtime.compiler.quantized_copy import quantized
 from runtime.drafters.heads.head_config import HeadConfig
 from runtime.drafters.heads.head_model import Head, output_tensor, quantizable_layers
 from runtime.model.weights import read_weights, save_weights
-from runtime.util.cache import digest, file_digest
+from runtime.util.digests import digest, file_digest
 from runtime.util.errors import SpecDecError
 
 _LEAST_GROUP = 16

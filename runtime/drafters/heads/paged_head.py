@@ -8,19 +8,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from runtime.checkpoint.config import LayerShape
-from runtime.compiler.compilation import TokenStep, add_program, token_step_of
+from runtime.compiler.package import add_program
 from runtime.core.batch import Batch, pack
 from runtime.core.kv_cache import KVPool
 from runtime.drafters.heads.head_config import HeadConfig
 from runtime.kernels.ops import describe_kernels
 from runtime.model.attention import PagedInputs, kernel_attention
+
+if TYPE_CHECKING:
+    from runtime.compiler.compilation import TokenStep
 
 _NOT_SEEN = -3e4
 """Score, before scaling, of a key that no query sees."""
@@ -141,7 +144,7 @@ def _outputs(head: PagedHead, ids: Tensor, positions: Tensor, states: Tensor, pa
 class HeadProgram:
     """A head's pass as a token program."""
 
-    def __init__(self, head_pass: "_Pass", step: TokenStep) -> None:
+    def __init__(self, head_pass: "_Pass", step: "TokenStep") -> None:
         self._pass = head_pass  # keeps the weights alive that the step reads
         self._step: Any = torch.classes.specdec.CutStep()
         for call in step.cut.calls:
@@ -164,7 +167,8 @@ def use_programs(head: nn.Module, pool: KVPool, dtype: torch.dtype, arithmetic: 
 
 def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: int) -> HeadProgram | None:
     """The pass as a program; None if a layer has operations that programs lack."""
-    from runtime.compiler.capture import example_rows  # with torch's compiler
+    from runtime.compiler.capture import NoTokenProgram, example_rows  # with torch's compiler
+    from runtime.compiler.compilation import token_step_of
 
     block_size = pool.keys[0].shape[3]
     rows = example_rows([5, 3], 2 * block_size + 1, 2 * block_size + 1 + 5, block_size, 2)
@@ -179,7 +183,7 @@ def _program_of(head: PagedHead, pool: KVPool, dtype: torch.dtype, arithmetic: i
     sizes = (*[of_tokens] * (_NUM_BEFORE_POOLS - 1), {0: "rows", 1: "blocks of a row"}, *of_pools)
     describe_kernels()
     found = token_step_of(head_pass, tuple(inputs), sizes, arithmetic)
-    return None if found is None else HeadProgram(head_pass, found)
+    return None if isinstance(found, NoTokenProgram) else HeadProgram(head_pass, found)
 
 
 _NUM_BEFORE_POOLS, _FEW_BLOCKS = 6, 7

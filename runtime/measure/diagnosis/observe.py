@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from runtime.builder.build import Phase
-from runtime.checkpoint.bundle import Bundle, read_bundle
+from runtime.checkpoint.bundle import STEP_WEIGHTS, Bundle, read_bundle
 from runtime.checkpoint.config import MachineSpeed, StepCost
 from runtime.core.generation import Generation
 from runtime.core.request import Draft, Request, Sequence
@@ -106,7 +106,7 @@ def measure(
     built = {(cost.batch_size, cost.context_len, cost.num_tokens): cost for cost in costs}
     steps = tuple(StepTime(built[cell], now_s) for cell, now_s in _fastest_steps(llm.engine, [*built]).items())
     phase("looking at the weights and the machine")
-    weights = llm.bundle.directory / "rank0.safetensors"
+    weights = llm.bundle.directory / STEP_WEIGHTS
     memory_bytes = weights.stat().st_size + llm.engine.num_cache_bytes
     machine = examine_machine(llm.engine.config.machine, memory_bytes)
     return Observations(outputs, drafting, draft_model, cache, states, steps, machine, _look_at_weights(weights))

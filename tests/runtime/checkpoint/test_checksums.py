@@ -12,8 +12,9 @@ from sentences import Said
 from runtime.checkpoint.bundle import check_step_files, read_bundle
 from runtime.engine.engine import Engine
 from runtime.text.text import open_tokenizer
-from runtime.util import cache
-from runtime.util.cache import cache_dir, file_digest, read_digest
+from runtime.util import digests
+from runtime.util.cache import cache_dir
+from runtime.util.digests import file_digest, read_digest
 from runtime.util.errors import SpecDecError
 
 
@@ -21,8 +22,8 @@ from runtime.util.errors import SpecDecError
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Path]]:
     """The files that digests are kept in, from now on in a cache of its own and for files of this moment too."""
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_TIME_STEP_NS", -1)
-    monkeypatch.setattr(cache, "_seen", {})
+    monkeypatch.setattr(digests, "_TIME_STEP_NS", -1)
+    monkeypatch.setattr(digests, "_seen", {})
     return lambda: sorted((cache_dir() / "digests").glob("*"))
 
 
@@ -40,7 +41,7 @@ def test_a_damaged_kept_digest_is_made_again(
     (path,) = kept()
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
-    cache._seen.clear()  # as in another process
+    digests._seen.clear()  # as in another process
     assert file_digest(tmp_path / "file") == expected
     assert path.read_bytes() == whole
 

@@ -35,7 +35,9 @@ def cut(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> CutStep:
     shapes = probe_config(deepcopy(model.config))
     model.set_attn_implementation(KERNEL)
     with torch.no_grad(), experts_by_kernel(model):
-        return cut_step(StepForm(Step(model), shapes, BLOCK_SIZE, dtype), 0)
+        step = cut_step(StepForm(Step(model), shapes, BLOCK_SIZE, dtype), 0)
+    assert isinstance(step, CutStep), step
+    return step
 
 
 ACT = {"hidden_act": "gelu_pytorch_tanh"}

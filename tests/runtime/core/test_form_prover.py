@@ -18,7 +18,7 @@ from waiting import wait_until
 from runtime.core.form_prover import FormProver, FormRefused, FormsBusy
 from runtime.core.grammar import Grammars, Matcher
 from runtime.core.params import Grammar
-from runtime.util import processes
+from runtime.engine import rank_processes
 from runtime.util.errors import SpecDecError, UsageError
 
 END_IDS = frozenset({2})
@@ -124,7 +124,7 @@ def test_the_process_ends_with_an_asker_that_is_killed() -> None:
     """The asker is a fork where there are some, which begins sooner."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        [processes._PYTHON, "-c", ASKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [rank_processes._PYTHON, "-c", ASKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as asker:
         assert asker.stdout is not None
         pid = int(asker.stdout.readline())

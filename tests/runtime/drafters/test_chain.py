@@ -10,11 +10,11 @@ from sentences import Said
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import LoopTimes
 from runtime.drafters.adaptive import AdaptiveDrafter
-from runtime.drafters.answers import AnswersFirst
+from runtime.drafters.answer_lookup import AnswersFirst
 from runtime.drafters.chain import BestOf, FirstOf, LongestMatch
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.opened import BoundedDrafter
-from runtime.drafters.pools import OwnerPools, PooledLookup
+from runtime.drafters.owner_pools import OwnerPools, PooledLookup
 from runtime.drafters.protocol import CompositeDrafter, Drafter
 from runtime.drafters.under_grammar import UnderGrammar
 from runtime.loop.session import Session, _TimedDrafter

@@ -10,7 +10,7 @@ from strength import examples
 from runtime.core.request import Request, Sequence
 from runtime.drafters.lookup import MAX_OCCURRENCES
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.pool import NgramPool
+from runtime.drafters.ngram_pool import NgramPool
 from runtime.drafters.spec import NgramRanking
 
 RANKINGS: list[NgramRanking] = ["oldest", "leftmost", "recent", "frequent"]

@@ -12,7 +12,7 @@ from strength import examples
 
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.lookup import MAX_OCCURRENCES
-from runtime.drafters.pool import NgramPool
+from runtime.drafters.ngram_pool import NgramPool
 from runtime.drafters.suffix import SuffixLookup
 
 PUBLIC_MARGIN = 2

@@ -24,7 +24,7 @@ from runtime.engine import kv_disk
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.llm import LLM
 from runtime.loop import orchestrator, scheduler
-from runtime.loop.pieces import PieceSizes
+from runtime.loop.prefill_chunks import ChunkSizes
 from runtime.util.errors import SpecDecError, SpecDecWarning
 
 PROMPT = [(7 * i * i + 3 * i) % 29 + 3 for i in range(45)]
@@ -267,14 +267,14 @@ def test_others_get_their_tokens_while_blocks_are_read(
     family: str, make_engine_dir: MakeEngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One block a step where there is no time for more; an aborted sequence leaves nothing half read behind."""
-    monkeypatch.setattr(PieceSizes, "piece_s", 0.0)
+    monkeypatch.setattr(ChunkSizes, "chunk_s", 0.0)
     engine_dir = make_engine_dir(make_model(family))
     with opened(engine_dir, tmp_path / "kv") as engine:
         first = answer(engine, PROMPT)
         with engine.without_disk():
             expected = answer(engine, first.tokens + NEXT)
     with opened(engine_dir, tmp_path / "kv") as engine:
-        leader = scheduler.Scheduler(engine, pieces=PieceSizes(engine.max_num_tokens, 0.0))
+        leader = scheduler.Scheduler(engine, chunks=ChunkSizes(engine.max_num_tokens, 0.0))
         leader.add(watched := Sequence.start(Request(1, (3, 4, 5), 100)))
         leader.step()
         for is_aborted in (True, False):

@@ -24,6 +24,7 @@ from runtime.core.batch import Batch, Row, pack
 from runtime.core.kv_cache import KVPool
 from runtime.core.params import SamplingParams
 from runtime.drafters.specs import DraftTargetDrafter, NgramDrafter
+from runtime.engine import rank_processes
 from runtime.engine.devices import cores_of
 from runtime.engine.engine import Engine
 from runtime.kernels.groups import Way
@@ -34,7 +35,6 @@ from runtime.loop.session import Session
 from runtime.model.attention import KERNEL, PAGED
 from runtime.model.model import ModelKind, Step, load_model, probe_config, split_config
 from runtime.model.pretrained import parse_pretrained_config
-from runtime.util import processes
 from runtime.util.errors import SpecDecError, UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -193,9 +193,9 @@ warnings.simplefilter("ignore")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell begins in the background ignores it
 from runtime.llm import LLM
 from runtime.core.params import SamplingParams
-from runtime.util import processes
+from runtime.engine import rank_processes
 from pathlib import Path
-processes._PYTHON = sys.argv[2]
+rank_processes._PYTHON = sys.argv[2]
 with LLM(Path(sys.argv[1])) as llm:
     print(*llm.engine.ranks.pids, flush=True)
     while True:
@@ -205,7 +205,7 @@ with LLM(Path(sys.argv[1])) as llm:
 
 def test_nothing_is_left_when_rank_0_ends(split_engine_dir: Path) -> None:
     """Both ranks are forks where there are some, which begin sooner."""
-    python = processes._PYTHON
+    python = rank_processes._PYTHON
     with subprocess.Popen(
         [python, "-c", CHILD, str(split_engine_dir), python],
         stdout=subprocess.PIPE,
@@ -226,7 +226,7 @@ def test_nothing_is_left_when_rank_0_ends(split_engine_dir: Path) -> None:
 
 
 def test_a_rank_that_cannot_begin_is_told(split_llama: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
-    monkeypatch.setattr(processes, "_START", "raise SystemExit(7)")
+    monkeypatch.setattr(rank_processes, "_START", "raise SystemExit(7)")
     with pytest.raises(SpecDecError) as raised:
         Engine.open(split_llama)
     said(raised, "1", "2", "7")

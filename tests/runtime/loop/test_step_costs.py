@@ -10,8 +10,8 @@ from tiny import hf_greedy
 from transformers import PreTrainedModel
 
 from runtime.checkpoint.bundle import read_bundle
+from runtime.checkpoint.cached_engines import remove_unused_entry
 from runtime.loop import step_costs
-from runtime.util.cache import remove_unused_entry
 from specdec_cli import LLM, NgramDrafter, SamplingParams, SpecDecWarning
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]

@@ -8,7 +8,7 @@ from runtime.checkpoint.costs import CostModel
 from runtime.core.request import Draft, Sequence
 from runtime.core.stats import sum_stats
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.pool import NgramPool
+from runtime.drafters.ngram_pool import NgramPool
 from runtime.measure.tuning.replay import replay_batches
 from runtime.measure.tuning.search import LoopSeconds, predict
 from runtime.text.trace_lines import Trace

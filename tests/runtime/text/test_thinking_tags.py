@@ -7,11 +7,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from runtime.core.thinking import ThinkingBudget
+from runtime.core.thinking_budget import ThinkingBudget
 from runtime.text.call_formats import REASONING_FORMATS, ReasoningFormat, named_tool_format
 from runtime.text.parser import OutputForm, OutputParser, joined
 from runtime.text.text import TextStream
-from runtime.text.thinking import thinking_of
+from runtime.text.thinking_tags import thinking_of
 from runtime.text.token_text import special_token_ids
 
 ANSWERS = {"gpt_oss": "final<|message|>So"}

@@ -13,22 +13,18 @@ from sentences import Said
 from strength import draws
 from waiting import HANG_S
 
-from runtime.util import cache as cache_module
+from runtime.checkpoint.cached_engines import cached_engines, engines_bytes, other_bytes, prune
+from runtime.util import digests as digests_module
 from runtime.util.cache import (
     OF_ALL_TO_READ,
     cache_dir,
-    cached_engines,
     check_private_entry,
-    digest,
-    engines_bytes,
-    file_digest,
     make_cache_dir,
     make_private,
-    other_bytes,
-    prune,
     read_sealed,
     sealed,
 )
+from runtime.util.digests import digest, file_digest
 from runtime.util.errors import SpecDecError
 from runtime.util.files import Stamp, stamp_of, write_file
 
@@ -39,14 +35,14 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "above" / "cache"))
-    monkeypatch.setattr(cache_module, "_seen", {})
-    monkeypatch.setattr(cache_module, "_TIME_STEP_NS", 0)  # `write_settled` sees to it
+    monkeypatch.setattr(digests_module, "_seen", {})
+    monkeypatch.setattr(digests_module, "_TIME_STEP_NS", 0)  # `write_settled` sees to it
     return tmp_path / "above" / "cache"
 
 
 def be_another_process() -> None:
     """Forget the files that this process has seen."""
-    cache_module._seen.clear()
+    digests_module._seen.clear()
 
 
 def sha256(path: Path) -> str:
@@ -178,8 +174,8 @@ def test_digest_of_a_file_just_written_is_not_kept(
         stamp = stamp_of(state)
         return stamp._replace(**{name: getattr(stamp, name) // step_ns * step_ns for name in ("mtime_ns", "ctime_ns")})
 
-    monkeypatch.setattr(cache_module, "_TIME_STEP_NS", 2 * step_ns)
-    monkeypatch.setattr(cache_module, "stamp_of", in_steps)
+    monkeypatch.setattr(digests_module, "_TIME_STEP_NS", 2 * step_ns)
+    monkeypatch.setattr(digests_module, "stamp_of", in_steps)
     path = tmp_path / "file"
     for i in range(3):
         path.write_bytes(bytes([i]) * LARGE)
@@ -190,7 +186,7 @@ def test_no_end_of_a_process_waits_for_a_digest_that_was_begun(tmp_path: Path) -
     """A mistake may be found meanwhile, and this file would take hours."""
     with (tmp_path / "large").open("wb") as file:
         file.truncate(4 << 40)
-    code = "import sys\nfrom pathlib import Path\nfrom runtime.util.cache import begin_digests, is_digest_awaited\n"
+    code = "import sys\nfrom pathlib import Path\nfrom runtime.util.digests import begin_digests, is_digest_awaited\n"
     code += "begin_digests([Path(sys.argv[1])])\nassert is_digest_awaited()"
     subprocess.run([sys.executable, "-c", code, tmp_path / "large"], cwd=ROOT, check=True, timeout=HANG_S)
 

@@ -20,7 +20,7 @@ from runtime.core.request import Request, Sequence
 from runtime.drafters.draft_target import SelfDraft
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine, KVCacheConfig
-from runtime.loop.pieces import PieceSizes
+from runtime.loop.prefill_chunks import ChunkSizes
 from runtime.loop.scheduler import Scheduler
 
 MAX_BATCH_SIZE = 4
@@ -35,9 +35,9 @@ def open_engine(llama_engine_dir: Path) -> Callable[..., Engine]:
 class Loop:
     """A scheduler whose steps and tokens are counted, by client."""
 
-    def __init__(self, engine: Engine, pieces: PieceSizes | None = None, drafter: Drafter | None = None) -> None:
+    def __init__(self, engine: Engine, chunks: ChunkSizes | None = None, drafter: Drafter | None = None) -> None:
         self.engine = engine
-        self.scheduler = Scheduler(engine, drafter, 5 if drafter else 0, pieces=pieces)
+        self.scheduler = Scheduler(engine, drafter, 5 if drafter else 0, chunks=chunks)
         self.num_steps = 0
         self.tokens: Counter[Hashable] = Counter()
         self.first_step: dict[int, int] = {}
@@ -70,16 +70,16 @@ class Loop:
 
     def _check_turns_that_are_not_due(self) -> None:
         """Check that no sequence is passed over in a step in which no turn was looked at."""
-        turns, running = self.scheduler._turns, self.scheduler.running
-        if len(running) == MAX_BATCH_SIZE and not turns.are_due:
-            assert not any(turns.leaving(one, running) for one in turns.candidates(running))
+        queue, running = self.scheduler._queue, self.scheduler.running
+        if len(running) == MAX_BATCH_SIZE and not queue.are_due:
+            assert not any(queue.leaving(one, running) for one in queue.candidates(running))
 
     def finish(self) -> None:
         while self.scheduler.has_work:
             self.step()
             assert self.num_steps < 20_000, "it does not end"
         assert self.engine._blocks.num_free_blocks == self.engine._blocks.num_blocks - 1
-        assert not self.scheduler._turns._tickets and not self.scheduler._turns._present
+        assert not self.scheduler._queue._tickets and not self.scheduler._queue._present
 
     def running(self) -> Counter[Hashable]:
         return Counter(self._client_of[sequence.request.id] for sequence in self.scheduler.running)
@@ -127,7 +127,7 @@ def test_turns_compute_nothing_twice(reuse: bool, open_engine: Any, monkeypatch:
         return forward(engine, rows, **how)
 
     monkeypatch.setattr(Engine, "_forward", count_tokens)
-    monkeypatch.setattr("runtime.loop.turns._PATIENCE", 3)
+    monkeypatch.setattr("runtime.loop.fair_queue._PATIENCE", 3)
     loop = Loop(open_engine(block_reuse=reuse))
     sequences = [loop.add(client, num_new=20, prompt=i) for i, client in enumerate("abcdefaaaaaa")]
     loop.finish()
@@ -164,7 +164,7 @@ def test_two_clients_get_equally_many_tokens(open_engine: Any) -> None:
 
 
 def test_more_clients_than_places_all_get_on(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.loop.turns._PATIENCE", 8)
+    monkeypatch.setattr("runtime.loop.fair_queue._PATIENCE", 8)
     loop = Loop(open_engine())
     sequences = [loop.add(client, num_new=60) for client in range(9)]
     for _ in range(12):
@@ -222,7 +222,7 @@ def test_whatever_comes_and_goes_outputs_are_the_models(
 ) -> None:
     """Clients, priorities, lengths, drops, and a cache that is too small: nobody waits for ever, no block is lost."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.loop.turns._PATIENCE", patience)
+        patch.setattr("runtime.loop.fair_queue._PATIENCE", patience)
         loop = Loop(open_engine(max_tokens=max_tokens, block_reuse=reuse))
         kept: list[Sequence] = []
         for _ in range(data.draw(st.integers(1, 14))):
@@ -247,7 +247,7 @@ def test_whatever_comes_and_goes_outputs_are_the_models(
 
 def test_turns_of_a_model_with_states_and_with_drafts(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """States stay with a sequence that made room, or are computed again."""
-    monkeypatch.setattr("runtime.loop.turns._PATIENCE", 3)
+    monkeypatch.setattr("runtime.loop.fair_queue._PATIENCE", 3)
     model, cache = make_model("lfm2"), KVCacheConfig(max_tokens=120)
     engine = make_engine(model, cache, compiler="none", self_draft=SelfDraftConfig("int8"))
     loop = Loop(engine, drafter=SelfDraft(engine, use_logits=False))
@@ -263,33 +263,33 @@ def test_turns_of_a_model_with_states_and_with_drafts(make_engine: Any, monkeypa
 
 
 def test_counters_of_clients_that_left_are_bounded(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.loop.turns._MAX_REMEMBERED", 20)
+    monkeypatch.setattr("runtime.loop.fair_queue._MAX_REMEMBERED", 20)
     loop = Loop(open_engine())
     for i in range(5):
         loop.add("stays", num_new=100, prompt=i)
     for client in range(80):
         loop.add(client, num_prompt=2, num_new=1, prompt=client % 7)
         loop.step()
-    assert len(loop.scheduler._turns._used) <= 20 + 2 + MAX_BATCH_SIZE
+    assert len(loop.scheduler._queue._used) <= 20 + 2 + MAX_BATCH_SIZE
     loop.finish()
 
 
 @pytest.mark.parametrize("max_gap_s", [0.0, 0.5])
 @pytest.mark.parametrize("fixed_s", [0.0, 0.002, 0.05])
 @pytest.mark.parametrize("token_s", [0.0001, 0.001, 0.01])
-def test_pieces_take_what_a_gap_leaves(fixed_s: float, token_s: float, max_gap_s: float) -> None:
-    """The gap is reached, and after the first pieces not exceeded, but for the least piece, whatever a token costs."""
+def test_chunks_take_what_a_gap_leaves(fixed_s: float, token_s: float, max_gap_s: float) -> None:
+    """The gap is reached, and after the first chunks not exceeded, but for the least chunk, whatever a token costs."""
     step_s = fixed_s + 4 * token_s
-    pieces, gap_s = PieceSizes(512, max_gap_s), max(2.5 * step_s, max_gap_s)
+    chunks, gap_s = ChunkSizes(512, max_gap_s), max(2.5 * step_s, max_gap_s)
     gaps = []
     for _ in range(60):
-        piece_s = fixed_s + pieces.num_tokens * token_s
-        pieces.step_took(step_s)
-        pieces.piece_took(pieces.num_tokens, piece_s)
-        gaps.append(piece_s + step_s)
+        chunk_s = fixed_s + chunks.num_tokens * token_s
+        chunks.step_took(step_s)
+        chunks.chunk_took(chunks.num_tokens, chunk_s)
+        gaps.append(chunk_s + step_s)
     least = step_s + fixed_s + 4 * token_s
     assert max(gaps[20:]) <= max(gap_s * 1.1, least)
-    assert min(gaps[20:]) >= 0.85 * gap_s or pieces.num_tokens == 512
+    assert min(gaps[20:]) >= 0.85 * gap_s or chunks.num_tokens == 512
 
 
 def test_running_streams_wait_no_longer_than_two_steps_and_a_half(
@@ -297,7 +297,7 @@ def test_running_streams_wait_no_longer_than_two_steps_and_a_half(
 ) -> None:
     """The clock counts work: a long prompt comes while others generate. Without them it is computed at once."""
     clock = clocks.install(monkeypatch)
-    loop = Loop(open_engine(max_tokens=2000), PieceSizes(512, 0.0))
+    loop = Loop(open_engine(max_tokens=2000), ChunkSizes(512, 0.0))
     running = [loop.add(f"running {i}", num_new=70, prompt=i) for i in range(3)]
     loop.step(20)
     start = clock.now
@@ -315,7 +315,7 @@ def test_running_streams_wait_no_longer_than_two_steps_and_a_half(
     assert len(gaps) > 3 and max(gaps) <= 2.6 * step_s
     loop.finish()
     assert_are_the_models([*running, *prompts], llama)
-    alone = Loop(open_engine(max_tokens=2000), PieceSizes(512, 0.0))
+    alone = Loop(open_engine(max_tokens=2000), ChunkSizes(512, 0.0))
     sequence = alone.add("long", num_prompt=110, num_new=4, prompt=9)
     alone.step()
     assert sequence.num_generated == 1

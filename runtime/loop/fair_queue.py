@@ -1,10 +1,10 @@
-"""Turns of clients: they share an engine by tokens, and the requests of one client go by priority and arrival.
+"""A fair queue: clients share an engine by tokens, and the requests of one client go by priority and arrival.
 
 The counters are those of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): a client's counter
 grows by every token that is computed for it, of a prompt or generated, and the client with the lowest counter comes
 first. A client that comes, or comes back, begins at the lowest counter of the present clients: absence earns nothing.
-In addition to the paper, a running sequence makes room for a waiting one (`Turns.leaving`), so that the first token of
-a client does not wait for the last one of another client.
+In addition to the paper, a running sequence makes room for a waiting one (`FairQueue.leaving`), so that the first token
+of a client does not wait for the last one of another client.
 
 With 4 places and 64 requests of client A, a request of B gets a place in the next step, and A keeps 3. If B sends 64
 too, places change hands until both counters grow equally.
@@ -42,7 +42,7 @@ class _Ticket:
     has_run: bool = False
 
 
-class Turns:
+class FairQueue:
     """Waiting sequences, and the order of all waiting and running sequences.
 
     Sequences of the same client and priority are ordered by arrival.

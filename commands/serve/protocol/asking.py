@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
-from commands.serve.http.errors import HTTPError, as_http_error
+from commands.serve.errors import HTTPError, as_http_error
 from commands.serve.protocol.conversations import chat_tokens, form_grammar, lacks_switch, tools_of
 from commands.serve.protocol.schema import ChatRequest, CompletionRequest, Generation, Speculative, text_of
 from commands.serve.served import ServedModel

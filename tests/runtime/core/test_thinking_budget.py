@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.sampling import NoValidToken, Positions, Sampler, choose_all
-from runtime.core.thinking import Thinking
+from runtime.core.thinking_budget import Thinking
 from runtime.core.verify import verify
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.under_grammar import UnderGrammar

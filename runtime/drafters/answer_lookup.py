@@ -1,9 +1,9 @@
 """Drafts from old answers: the answer to the same prompt, or to a similar one, is a draft from the first token on.
 
 An answer is found by the whole prompt, else by the prompt's last 64 tokens, else by its pieces: two fifths of them must
-agree (`runtime.core.answers`). The model verifies the answer, so an outdated answer does no harm: with another model or
-temperature fewer of its tokens are accepted. If the output departs from the answer, drafting continues where the
-output's last tokens occur in the answer (`PredictionLookup`).
+agree (`runtime.core.old_answers`). The model verifies the answer, so an outdated answer does no harm: with another
+model or temperature fewer of its tokens are accepted. If the output departs from the answer, drafting continues where
+the output's last tokens occur in the answer (`PredictionLookup`).
 
 An owner's answers are found by the owner's requests alone (`Request.cache_salt`).
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from runtime.checkpoint.config import MAX_DRAFT_LEN
-from runtime.core.answers import Answer, Marks
+from runtime.core.old_answers import Answer, Marks
 from runtime.core.request import Draft, Sequence
 from runtime.drafters.acceptance_stats import MODEL_PRIOR, AcceptanceStats
 from runtime.drafters.prediction import PredictionLookup

@@ -9,7 +9,7 @@ from strength import examples
 
 from runtime.core.request import Request, Sequence
 from runtime.drafters.ngram import NgramLookup
-from runtime.drafters.pool import NgramPool
+from runtime.drafters.ngram_pool import NgramPool
 from runtime.drafters.suffix import SuffixLookup
 
 Text = tuple[list[int], list[int]]

@@ -1,17 +1,17 @@
-"""Answers that the routes document: the keys that clients may rely on. Real answers have further keys."""
+"""Models of the responses that the routes document: keys that clients may rely on. Real responses have further keys."""
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 
-class Answer(BaseModel):
-    """An answer. Documents have more keys than are described."""
+class ResponseModel(BaseModel):
+    """A part of a document, which has more keys than are described."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class Usage(Answer):
+class Usage(ResponseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -19,14 +19,14 @@ class Usage(Answer):
     completion_tokens_details: dict[str, Any]
 
 
-class TextChoice(Answer):
+class TextChoice(ResponseModel):
     index: int
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length"] | None
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ResponseModel):
     """Completions of one or several prompts."""
 
     id: str
@@ -38,18 +38,18 @@ class CompletionAnswer(Answer):
     metrics: dict[str, Any]
 
 
-class AnsweredFunction(Answer):
+class AnsweredFunction(ResponseModel):
     name: str
     arguments: str
 
 
-class AnsweredCall(Answer):
+class AnsweredCall(ResponseModel):
     id: str
     type: Literal["function"]
     function: AnsweredFunction
 
 
-class AnsweredMessage(Answer):
+class AnsweredMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -57,14 +57,14 @@ class AnsweredMessage(Answer):
     tool_calls: list[AnsweredCall] = []
 
 
-class ChatChoice(Answer):
+class ChatChoice(ResponseModel):
     index: int
     message: AnsweredMessage
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ResponseModel):
     """The assistant's next messages."""
 
     id: str
@@ -76,13 +76,13 @@ class ChatAnswer(Answer):
     metrics: dict[str, Any]
 
 
-class ResponseItem(Answer):
+class ResponseItem(ResponseModel):
     id: str
     type: Literal["message", "reasoning", "function_call"]
     status: Literal["completed", "incomplete"]
 
 
-class ResponseUsage(Answer):
+class ResponseUsage(ResponseModel):
     input_tokens: int
     output_tokens: int
     total_tokens: int
@@ -90,7 +90,7 @@ class ResponseUsage(Answer):
     output_tokens_details: dict[str, Any]
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(ResponseModel):
     """A response of OpenAI's Responses."""
 
     id: str
@@ -102,18 +102,18 @@ class ResponseAnswer(Answer):
     usage: ResponseUsage
 
 
-class MessageBlock(Answer):
+class MessageBlock(ResponseModel):
     type: Literal["text", "thinking", "tool_use"]
 
 
-class MessageUsage(Answer):
+class MessageUsage(ResponseModel):
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(ResponseModel):
     """A message of Anthropic's Messages."""
 
     id: str
@@ -126,7 +126,7 @@ class MessageAnswer(Answer):
     usage: MessageUsage
 
 
-class ServedFacts(Answer):
+class ServedFacts(ResponseModel):
     """Facts about the server in `/v1/models`: the bits of its model's weights, its machine, its drafter."""
 
     bits: str
@@ -136,7 +136,7 @@ class ServedFacts(Answer):
     max_draft_len: int
 
 
-class ModelAnswer(Answer):
+class ModelAnswer(ResponseModel):
     """One name of the model."""
 
     id: str
@@ -147,7 +147,7 @@ class ModelAnswer(Answer):
     specdec: ServedFacts
 
 
-class ModelsAnswer(Answer):
+class ModelsAnswer(ResponseModel):
     """The model by each of its names."""
 
     object: Literal["list"]
@@ -155,25 +155,25 @@ class ModelsAnswer(Answer):
     models: list[dict[str, Any]]
 
 
-class ErrorWords(Answer):
+class ErrorWords(ResponseModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class Error(Answer):
+class Error(ResponseModel):
     """An error, as OpenAI's clients read it."""
 
     error: ErrorWords
 
 
-class AnthropicErrorWords(Answer):
+class AnthropicErrorWords(ResponseModel):
     type: str
     message: str
 
 
-class AnthropicError(Answer):
+class AnthropicError(ResponseModel):
     """An error, as Anthropic's clients read it."""
 
     type: Literal["error"]

@@ -17,12 +17,12 @@ import pytest
 from forked import Forks
 from sentences import Said
 
-from runtime.core.answers import TAIL, Answer, Marks
 from runtime.core.block_store import FILE, BlockStore
+from runtime.core.old_answers import TAIL, Answer, Marks
 from runtime.core.params import SamplingConfig, SamplingParams
 from runtime.core.request import Request, Sequence
 from runtime.core.text_tables import read_answers, write_answers
-from runtime.drafters.answers import MAX_OWNERS, AnswerLookup, Answers
+from runtime.drafters.answer_lookup import MAX_OWNERS, AnswerLookup, Answers
 from runtime.drafters.specs import AnswerDrafter, ChainDrafter, SuffixDrafter
 from runtime.engine.engine import KVCacheConfig
 from runtime.llm import LLM

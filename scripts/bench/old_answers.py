@@ -1,6 +1,6 @@
 """Tokens a step where the same questions come again, and what old answers cost where nothing comes again.
 
-python -m scripts.bench.answers smollm2.gguf ../shared/data/spec_bench/question.jsonl
+python -m scripts.bench.old_answers smollm2.gguf ../shared/data/spec_bench/question.jsonl
 
 Fifty questions of Spec-Bench are asked twice at temperature 0.7 by the same seed, then twice greedily. Then five of the
 fifty are replaced by other questions, and then each question has a tenth of its words replaced. Last, other questions

@@ -22,7 +22,7 @@ from runtime.core.params import Grammar
 from runtime.core.request import Request, Sequence
 from runtime.core.sampling import NoValidToken, choose_all
 from runtime.core.stats import FinishReason
-from runtime.core.thinking import Thinking
+from runtime.core.thinking_budget import Thinking
 from runtime.engine.engine import Engine
 from runtime.loop.lossless.check import is_chosen_within, rounding_of
 from runtime.proof.long_drafts import LongDraft, LongDrafts, in_groups
@@ -30,7 +30,7 @@ from runtime.proof.receipts import Read
 from runtime.proof.records import Finding, Fingerprint, Receipt, Relation, Rule, differences, in_words, relation_of
 from runtime.text.call_formats import named_reasoning_format
 from runtime.text.text import StopWords
-from runtime.text.thinking import thinking_of
+from runtime.text.thinking_tags import thinking_of
 from runtime.util.errors import SpecDecError
 
 MOST_DEVIATIONS = 4.5

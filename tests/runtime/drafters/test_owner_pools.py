@@ -11,8 +11,8 @@ from runtime.core.block_store import BlockStore
 from runtime.core.request import Request, Sequence
 from runtime.core.scopes import OWNER, Scope
 from runtime.core.text_tables import read_outputs, write_output
-from runtime.drafters import pools as module
-from runtime.drafters.pools import OwnerPools, Pool
+from runtime.drafters import owner_pools as module
+from runtime.drafters.owner_pools import OwnerPools, Pool
 
 
 def longest(outputs: Seq[list[int]], tail: list[int], more_than: int) -> tuple[int, list[int]]:

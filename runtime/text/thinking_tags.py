@@ -1,4 +1,4 @@
-"""A model's thinking, by its format and its tokenizer, as budgets count it (`runtime.core.thinking`).
+"""A model's thinking, by its format and its tokenizer, as budgets count it (`runtime.core.thinking_budget`).
 
 Tags are looked for in the text, as the parser of outputs does: a model may write `</think>` in other tokens than the
 tokenizer would. If a tag has a special token, only that token counts.
@@ -7,7 +7,7 @@ tokenizer would. If a tag has a special token, only that token counts.
 from collections.abc import Sequence as Seq
 
 from runtime.checkpoint.tokenizer import Tokenizer
-from runtime.core.thinking import Thinking
+from runtime.core.thinking_budget import Thinking
 from runtime.text.call_formats import ReasoningFormat
 from runtime.text.parser import OutputForm, SpecialTokens
 from runtime.text.text import encode_text
