@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 
@@ -102,6 +102,13 @@ def test_every_field_has_a_flag_or_is_named_here() -> None:
     }
     assert REQUEST_FIELDS.keys() - flags == FLAGS_OF_COMMANDS | NO_FLAGS
     assert flags - {"form"} <= FIELDS.keys()
+
+
+def test_a_flag_says_what_its_field_says_unless_it_takes_one_item_of_a_list() -> None:
+    flags = {name: described.flag.help for name, (_, described) in FIELDS.items() if described.flag is not None}
+    assert {name for name, own in flags.items() if own is not None} == {"bad_words", "allowed_token_ids"}
+    shown = {name: get_type_hints(SamplingOptions, include_extras=True)[name].__metadata__[0].help for name in flags}
+    assert shown == {name: own or FIELDS[name][1].help for name, own in flags.items()}
 
 
 def test_a_flag_reaches_the_parameters() -> None:

@@ -58,7 +58,7 @@ def _flag_of(name: str) -> tuple[str, Any, Any]:
     (kind,) = (one for one in get_args(hint) or (hint,) if one is not NoneType)
     kind = list[get_args(kind)[0]] if get_origin(kind) is Sequence else kind  # type: ignore[misc]  # made at run time
     shown = described.flag.shown
-    flag = option(SAMPLING, described.flag.help, shown=True if shown is None else shown)
+    flag = option(SAMPLING, described.flag.help or described.help, shown=True if shown is None else shown)
     default = getattr(SamplingParams, name)
     return (name, Annotated[kind, flag], default) if shown is None else (name, Annotated[kind | None, flag], None)
 
