@@ -130,7 +130,7 @@ EDITS = {  # by file: (before, what follows it from now on, or stands in its pla
 FIELD = """    even_ids: Annotated[
         bool,
         RequestField("True: only even ids can be chosen.", in_all("even_ids"), "mask", neutral=(False,),
-                     flag=Flag("Choose even ids only.")),
+                     flag=Flag()),
     ] = False  # fmt: skip
 """
 EDITS_OF_FIELD = {

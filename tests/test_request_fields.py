@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 
@@ -137,6 +137,13 @@ def test_every_field_has_a_flag_or_is_named_here() -> None:
     assert flags - {"form"} <= REQUEST_FIELDS.keys()
 
 
+def test_a_flag_says_what_its_field_says_unless_it_takes_one_item_of_a_list() -> None:
+    flags = {name: described.flag.help for name, (_, described) in FIELDS.items() if described.flag is not None}
+    assert {name for name, own in flags.items() if own is not None} == {"bad_words", "allowed_token_ids"}
+    shown = {name: get_type_hints(SamplingOptions, include_extras=True)[name].__metadata__[0].help for name in flags}
+    assert shown == {name: own or FIELDS[name][1].help for name, own in flags.items()}
+
+
 def test_a_flag_reaches_the_parameters() -> None:
     values: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
@@ -162,11 +169,30 @@ def test_every_field_of_the_engines_is_recorded() -> None:
     assert (record.as_json()["min_tokens"], record.as_json()["allowed_token_ids"]) == (3, [5, 6])
 
 
-@pytest.mark.parametrize("page", ["python.md", "serving.md"])
-def test_the_pages_name_every_field(page: str) -> None:
-    named = {*re.findall(r"`(\w+)`", (DOCS / page).read_text(encoding="utf-8"))}
-    wanted = {name for name in REQUEST_FIELDS if page == "python.md" or "completions" in REQUEST_FIELDS[name][1].names}
-    assert wanted <= named
+def test_the_page_of_python_names_every_field() -> None:
+    assert {*REQUEST_FIELDS} <= {*re.findall(r"`(\w+)`", (DOCS / "python.md").read_text(encoding="utf-8"))}
+
+
+def test_the_page_of_the_server_has_a_row_of_every_field_of_a_body() -> None:
+    table = (
+        (DOCS / "serving.md").read_text(encoding="utf-8").partition("<!-- body fields -->")[2].partition("<!-- end")[0]
+    )
+    rows = {name: cells.split(" | ") for name, cells in re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)}
+    assert rows.keys() == {name for name, (_, described) in REQUEST_FIELDS.items() if described.names}
+    for name, (bodies, _, _, meaning) in rows.items():
+        described = REQUEST_FIELDS[name][1]
+        others = {*described.names.values()} - {name}
+        assert meaning == described.help and others == {*re.findall(r"`(\w+)`", bodies)}, name
+        assert {*re.findall(r"[a-z]+", re.sub(r"`\w+` in", "", bodies))} == (
+            {"all"} if len(described.names) == len(BODIES) and not others else {*described.names}
+        ), name
+    values = {name: cells[2] for name, cells in rows.items()}
+    assert values["n"] == "1 to 128" and values["top_p"] == "more than 0 to 1" and values["ignore_eos"] == "true, false"
+    assert values["seed"] == "-2^63 to 2^64 - 1" and values["stop"] == "text, list of up to 32"
+    assert values["logit_bias"] == "object of up to 1,024, each -100 to 100" and values["json_schema"] == "object, text"
+    defaults = {name: cells[1] for name, cells in rows.items()}
+    assert (defaults["n"], defaults["seed"], defaults["receipt"]) == ("`1`", "", "`false`")
+    assert defaults["repetition_penalty"] == "the model's, else `1.0`"
 
 
 @pytest.mark.parametrize(

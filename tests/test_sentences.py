@@ -63,9 +63,7 @@ def test_no_sentence_is_kept_of_a_test_that_is_gone(request: pytest.FixtureReque
 NOT_SAID = {
     "cache_too_large_for_gpu": "needs a GPU",
     "disk_of_ranks": "needs several GPUs",
-    "layers_of_another_head": "no test raises it",
     "no_compiler": "a process of its own says it in test_cli_interrupted.py, and tells no code",
-    "nothing_to_quantize": "no test raises it",
 }
 """Codes of errors without a sentence, and why."""
 

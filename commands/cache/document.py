@@ -96,8 +96,12 @@ def show_cache(engines: list[CachedEngine], others: int, output: Output) -> None
         table.add_row(engine.path.name, size, used_at(engine.used_s), used)
     if engines:
         output.result(table)
-    size = megabytes(engines_bytes(engines))
-    output.result(f"{_number(engines)}, {size}; kernels, digests and others {megabytes(others)}: {cache_dir()}")
+    each, whole = sum(engine.num_bytes for engine in engines), engines_bytes(engines)
+    output.result(
+        f"{_number(engines)}, {megabytes(whole)}; kernels, digests and others {megabytes(others)}: {cache_dir()}"
+    )
+    if whole < each:
+        output.result(f"weights that engines share count once in this total; the sizes add up to {megabytes(each)}")
 
 
 def show_store(kept: Kept, output: Output) -> None:

@@ -107,6 +107,10 @@ HINTS: dict[str, str | Advice | tuple[str | Advice, ...]] = {
     "model_for_engine": ("name it as the first word: `specdec run {path}`", "to draft, as `--draft-model-dir {path}`"),
     "no_checkpoint": "make it with `specdec convert`: `specdec convert demo` writes the directory `checkpoint`",
     "no_corpus": "`specdec corpus create` makes one",
+    "no_draft_engine": (
+        "name a draft model, as in `--draft-model-dir demo-draft`",
+        "make an engine with `specdec convert` and `specdec build`",
+    ),
     "no_drafts_to_tune": f"build it with `{_DRAFTS} 10`",
     "no_engine": "name a model, as in `{with_model}`; or make an engine with `specdec convert` and `specdec build`",
     "no_gpu": "build with `specdec build --device cpu`",

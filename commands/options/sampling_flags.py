@@ -58,7 +58,7 @@ def _flag_of(name: str, panel: str, default: Any) -> tuple[str, Any, Any]:
     (kind,) = (one for one in get_args(hint) or (hint,) if one is not NoneType)
     kind = list[get_args(kind)[0]] if get_origin(kind) is Sequence else kind  # type: ignore[misc]  # made at run time
     shown, spellings = described.flag.shown, [as_flag(name)] if kind is bool else []
-    flag = option(panel, described.flag.help, *spellings, shown=True if shown is None else shown)
+    flag = option(panel, described.flag.help or described.help, *spellings, shown=True if shown is None else shown)
     return (name, Annotated[kind, flag], default) if shown is None else (name, Annotated[kind | None, flag], None)
 
 

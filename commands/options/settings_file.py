@@ -240,7 +240,9 @@ class _Reader:
             )
         if kept:
             others = (flag for one in self.commands.values() for flag in options_of(one))
-            near = nearest(name, options) or nearest(name, others)
+            sections = [re.sub("[_ ]", "-", one) for one in (*_GROUPS, *self.commands)]
+            near = nearest(name, [*options, *(sections if isinstance(node, yaml.MappingNode) else ())])
+            near = near or nearest(name, others)
             hint = f"perhaps `{near.replace('-', '_')}`" if near else "`specdec COMMAND --help-all` lists the names"
             raise UsageError(f"no flag has this name: {key.value} ({self.place(key)})", hint=hint)
 

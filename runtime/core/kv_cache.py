@@ -16,9 +16,10 @@ are as near, as the even one. The CPU's kernel rounds in the same way.
 
 import bisect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,11 +44,16 @@ class CachedBlock:
 
 
 @dataclass(frozen=True)
-class BlockCopy:
-    """Instruction to copy a block's K/V before the step that follows an admission."""
+class PoolCopy:
+    """Instruction to copy a block's K/V, or a slot's state, before the step that follows an admission."""
 
     source: int
     destination: int
+
+    def make(self, pools: Iterable[Any]) -> None:
+        """Copy in each of these pools, whose first dimension are the blocks or slots."""
+        for pool in pools:
+            pool[self.destination] = pool[self.source]
 
 
 class BlockManager:
@@ -83,7 +89,7 @@ class BlockManager:
         shared, num_matched = self._match(sequence, sequence.max_reused)
         return len(shared) * self.block_size + (num_matched[1] if num_matched else 0)
 
-    def admit(self, sequence: Sequence, num_tokens: int, max_reused: int | None = None) -> list[BlockCopy] | None:
+    def admit(self, sequence: Sequence, num_tokens: int, max_reused: int | None = None) -> list[PoolCopy] | None:
         """Give `sequence` blocks for `num_tokens` tokens. Blocks whose K/V are known come first, for at most
         `max_reused` tokens; None stands for all that the sequence may reuse.
 
@@ -107,7 +113,7 @@ class BlockManager:
             sequence.num_computed += num_matched
             sequence.block_table.append(self._reuse_partial_block(source, num_matched))
             if sequence.block_table[-1] != source:
-                copies.append(BlockCopy(source, sequence.block_table[-1]))
+                copies.append(PoolCopy(source, sequence.block_table[-1]))
         self.extend(sequence, num_tokens)
         return copies
 
@@ -294,9 +300,8 @@ class KVPool:
         for pool in (*self.keys, *self.values, *self.scales):
             pool[blocks.start : blocks.stop].zero_()
 
-    def copy_block(self, copy: BlockCopy) -> None:
-        for pool in (*self.keys, *self.values, *self.scales):
-            pool[copy.destination] = pool[copy.source]
+    def copy_block(self, copy: PoolCopy) -> None:
+        copy.make((*self.keys, *self.values, *self.scales))
 
 
 def is_quantized(dtype: torch.dtype) -> bool:

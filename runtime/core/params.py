@@ -24,10 +24,12 @@ _OPENAI: tuple[Protocol, ...] = ("completions", "chat", "responses")
 
 @dataclass(frozen=True)
 class Flag:
-    """A command's flag that sets the field: its help, and the default that help shows in place of the field's."""
+    """A command's flag that sets the field."""
 
-    help: str
     shown: str | None = None
+    """The default that help shows; None for the field's."""
+    help: str | None = None
+    """The flag's own help; None for the field's."""
 
 
 Shapes = Literal["draw", "scores", "mask", "end", "prompt", "form"]
@@ -253,7 +255,7 @@ class SamplingParams:
         RequestField(
             "Divides the logits; 0 is greedy.", in_all("temperature", *_OPENAI, "messages"), "draw", Range(0),
             "0 is greedy, 1 no effect", Range(0, 100), in_model=True, in_every_document=True,
-            flag=Flag("Divides the logits; 0 is greedy.", "1.0 (chat: the model's)"),
+            flag=Flag("1.0 (chat: the model's)"),
         ),
     ] = 1.0  # fmt: skip
     top_p: Annotated[
@@ -262,8 +264,7 @@ class SamplingParams:
             "Samples among the best tokens of this total probability; 1 is no effect.",
             in_all("top_p", *_OPENAI, "messages"), "draw", Range(0, 1, is_open=True), "1 is no effect", in_model=True,
             in_every_document=True,
-            flag=Flag("Sample among the best tokens of this total probability; 1.0 is off.",
-                      "1.0 (chat: the model's)"),
+            flag=Flag("1.0 (chat: the model's)"),
         ),
     ] = 1.0  # fmt: skip
     top_k: Annotated[
@@ -272,27 +273,25 @@ class SamplingParams:
             "Samples among this many best tokens; 0 and -1 leave all, 1 is greedy.",
             in_all("top_k", *_OPENAI, "messages"), "draw", Range(0), "0 is the whole vocabulary, 1 greedy",
             Range(-1, 2**63 - 1), in_model=True, in_every_document=True,
-            flag=Flag("Sample among this many best tokens; 1 is greedy, 0 leaves all.",
-                      "1; 0 with --temperature, --top-p or --min-p (chat: the model's)"),
+            flag=Flag("1; 0 with --temperature, --top-p or --min-p (chat: the model's)"),
         ),
     ] = 0  # fmt: skip
     min_p: Annotated[
         float,
         RequestField(
-            "Leaves out tokens below this share of the best token's probability.", in_all("min_p"), "draw",
+            "Leaves out tokens below this share of the best token's probability; 0 is off.", in_all("min_p"), "draw",
             Range(0, 1), neutral=(0.0, 0), in_model=True, in_every_document=True,
-            flag=Flag("Leave out tokens below this share of the best one's probability; 0.0 is off.",
-                      "0.0 (chat: the model's)"),
+            flag=Flag("0.0 (chat: the model's)"),
         ),
     ] = 0.0  # fmt: skip
     repetition_penalty: Annotated[
         float | None,
         RequestField(
-            "Divides positive scores of tokens that occurred, in the prompt too, and multiplies negative scores.",
+            "Divides positive scores of tokens that occurred, in the prompt too, and multiplies negative ones; "
+            "1 is off.",
             in_all("repetition_penalty"), "scores", Range(0, is_open=True), "1 is no effect",
             Range(0, 100, is_open=True), neutral=(1.0, 1), in_model=True, in_every_document=True,
-            flag=Flag("Divides positive scores of tokens that occurred, and multiplies negative ones; 1.0 is off.",
-                      "the model's, or 1.0"),
+            flag=Flag("the model's, or 1.0"),
         ),
     ] = None  # fmt: skip
     presence_penalty: Annotated[
@@ -300,7 +299,7 @@ class SamplingParams:
         RequestField(
             "Subtracted from the score of tokens that occurred.", in_all("presence_penalty"), "scores",
             in_body=Range(-2, 2), neutral=(0.0, 0), in_every_document=True,
-            flag=Flag("Subtracted from the score of tokens that occurred."),
+            flag=Flag(),
         ),
     ] = 0.0  # fmt: skip
     frequency_penalty: Annotated[
@@ -308,15 +307,15 @@ class SamplingParams:
         RequestField(
             "Subtracted from a token's score for each occurrence.", in_all("frequency_penalty"), "scores",
             in_body=Range(-2, 2), neutral=(0.0, 0), in_every_document=True,
-            flag=Flag("Subtracted from a token's score for each occurrence."),
+            flag=Flag(),
         ),
     ] = 0.0  # fmt: skip
     no_repeat_ngram_size: Annotated[
         int | None,
         RequestField(
-            "No n-gram of this size occurs twice, the prompt included.", {}, "scores", Range(0), neutral=(0,),
+            "No n-gram of this size occurs twice, the prompt included; 0 is off.", {}, "scores", Range(0), neutral=(0,),
             bans=True, in_model=True, in_every_document=True,
-            flag=Flag("No n-gram of this size occurs twice, the prompt included; 0 is off.", "the model's, or 0"),
+            flag=Flag("the model's, or 0"),
         ),
     ] = None  # fmt: skip
     seed: Annotated[
@@ -351,7 +350,7 @@ class SamplingParams:
         RequestField(
             "Texts whose tokens are banned.", in_all("bad_words"), "scores", neutral=([],), bans=True,
             in_every_document=True,
-            flag=Flag("Text whose tokens are banned, with or without a space before it; repeatable.", "none"),
+            flag=Flag("none", "Text whose tokens are banned, with or without a space before it; repeatable."),
         ),
     ] = None  # fmt: skip
     ignore_eos: Annotated[
@@ -370,9 +369,9 @@ class SamplingParams:
     min_tokens: Annotated[
         int,
         RequestField(
-            "Least tokens of an output: before, no end id can be chosen and no stop word ends it. vLLM's.",
+            "Least tokens of an output: before, no end id can be chosen and no stop word ends it; 0 is off. vLLM's.",
             in_all("min_tokens"), "mask", Range(0), neutral=(0,), in_body=Range(0, 2**31 - 1),
-            flag=Flag("Tokens that each output has before an end id or a stop word can end it; 0 is off."),
+            flag=Flag(),
         ),
     ] = 0  # fmt: skip
     allowed_token_ids: Annotated[
@@ -380,7 +379,7 @@ class SamplingParams:
         RequestField(
             "The only ids that can be chosen; the model's end ids are among them only if named. vLLM's.",
             in_all("allowed_token_ids"), "mask", most_items=1 << 20,
-            flag=Flag("Id of a token that may be chosen, and no other may; repeatable.", "all"),
+            flag=Flag("all", "Id of a token that may be chosen, and no other may; repeatable."),
         ),
     ] = None  # fmt: skip
     thinking_token_budget: Annotated[
@@ -389,8 +388,7 @@ class SamplingParams:
             "Most tokens that the model thinks in an output; then its own end tag is forced, with 0 at once. vLLM's.",
             in_all("thinking_token_budget", *_OPENAI, "messages"), "mask", Range(0), "0 ends thinking at once",
             Range(0, 2**31 - 1),
-            flag=Flag("Most tokens that the model thinks before the end of its thinking is forced; 0 ends it at once.",
-                      "no limit"),
+            flag=Flag("no limit"),
         ),
     ] = None  # fmt: skip
     truncate_prompt_tokens: Annotated[

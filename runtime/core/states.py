@@ -25,6 +25,7 @@ from torch import Tensor
 
 from runtime.checkpoint.config import BuildConfig, RecurrentShape, StateShape
 from runtime.core.batch import Row
+from runtime.core.kv_cache import PoolCopy
 from runtime.core.request import Sequence
 from runtime.core.stats import StateStats
 from runtime.kernels.memory import zeros
@@ -79,14 +80,6 @@ class Found:
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class StateCopy:
-    """Instruction to copy a slot before the step that follows an admission."""
-
-    source: int
-    destination: int
-
-
 class StateManager:
     """Hands out, keeps and finds slots. Slot 0, the null slot, is never handed out.
 
@@ -121,7 +114,7 @@ class StateManager:
                 best = Found(slot, num_tokens)
         return best
 
-    def admit(self, sequence: Sequence, found: Found) -> StateCopy | None:
+    def admit(self, sequence: Sequence, found: Found) -> PoolCopy | None:
         """Give the sequence a slot, with the state that was just found. Returns the copy to make, or None. A sequence
         that was released before its end gets its own slot back; a state that others may need is copied to a free slot.
         """
@@ -133,7 +126,7 @@ class StateManager:
             self._kept.move_to_end(found.slot)  # as the last one that was used
         self._held[slot] = _Span(kept.first, found.num_tokens)
         sequence.state_slot = slot
-        return None if found.slot in (slot, NULL_SLOT) else StateCopy(found.slot, slot)
+        return None if found.slot in (slot, NULL_SLOT) else PoolCopy(found.slot, slot)
 
     def release(self, sequence: Sequence) -> None:
         """Take the slot back, and keep its state for sequences that begin with the same computed tokens."""
@@ -145,7 +138,7 @@ class StateManager:
             return
         self._put(slot, _Kept(sequence.tokens[:num_tokens], span.first, sequence.is_over, sequence.request.cache_salt))
 
-    def keep(self, sequence: Sequence) -> StateCopy | None:
+    def keep(self, sequence: Sequence) -> PoolCopy | None:
         """Keep the state after the sequence's computed tokens; returns the copy to make, None if it is not kept."""
         if not self._reuse or self.is_full:
             return None
@@ -154,7 +147,7 @@ class StateManager:
         first = self._held[sequence.state_slot].first
         tokens, salt = sequence.tokens[: sequence.num_computed], sequence.request.cache_salt
         self._put(slot, _Kept(tokens, first, is_over=True, salt=salt))
-        return StateCopy(sequence.state_slot, slot)
+        return PoolCopy(sequence.state_slot, slot)
 
     def drop(self, slot: int) -> None:
         """Forget the content of a kept slot."""
@@ -241,11 +234,6 @@ def state_inputs(rows: Seq[Row], pools: list[Tensor]) -> tuple[()] | tuple[Tenso
     return (torch.tensor([row.state_slot for row in rows], device=pools[0].device), pools) if pools else ()
 
 
-def copy_slot(pools: Seq[Tensor], copy: StateCopy) -> None:
-    for pool in pools:
-        pool[copy.destination] = pool[copy.source]
-
-
 class States:
     """The slots of an engine: a slot for each sequence that runs at once, and further slots to keep states, as far as
     memory allows.
@@ -261,7 +249,7 @@ class States:
         dtype: torch.dtype,
         device: torch.device,
         interval: int | None,
-        copied: Callable[[StateCopy], None] | None = None,
+        copied: Callable[[PoolCopy], None] | None = None,
     ) -> None:
         self._interval, self._copied = interval, copied
         num_slots, num_back = num_slots_of(states, build, dtype), num_rolled_back(build.max_draft_len)
@@ -295,9 +283,9 @@ class States:
                 self.manager.drop(copy.destination)
             raise
 
-    def _copy(self, copy: StateCopy | None) -> None:
+    def _copy(self, copy: PoolCopy | None) -> None:
         if copy is not None:
-            copy_slot(self.pools, copy)
+            copy.make(self.pools)
             if self._copied is not None:
                 self._copied(copy)
 

@@ -51,9 +51,12 @@ def flags_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
         elif key in _FLAGS:
             flags[_FLAGS[key]] = _checked(key, value)
         elif value not in _SAID_ANYWAY.get(key, ()):
+            keys = (*_METHOD_KEYS[:2], *_FLAGS)
+            near = nearest(str(key), keys)
             raise UsageError(
                 f"speculative_config has a key that has no meaning here: {key}: {value}",
-                hint=f"there are {', '.join((*_METHOD_KEYS[:2], *_FLAGS))}; other settings have flags of their own",
+                hint=("" if near is None else f"perhaps `{near}`; ")
+                + f"there are {', '.join(keys)}; other settings have flags of their own",
             )
     if config.get("parallel_drafting") is True and flags.get("spec_decode_algo") == "DRAFT_TARGET":
         flags["spec_decode_algo"] = "PARD"  # vLLM's name; heads say by their config that they draft in parallel

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.config import LayerShape
-from runtime.core.kv_cache import BlockCopy, KVPool, bytes_per_block
+from runtime.core.kv_cache import KVPool, PoolCopy, bytes_per_block
 from runtime.kernels.memory import zeros
 
 
@@ -70,10 +70,9 @@ class HeadCache:
         """Flags [num_blocks, block_size] of slots with a hidden state, and of slots with keys and values."""
         return [torch.from_numpy(self._has_state), torch.from_numpy(self._has_kv)]
 
-    def copy_block(self, copy: BlockCopy) -> None:
+    def copy_block(self, copy: PoolCopy) -> None:
         self.pool.copy_block(copy)
-        for tensor in (self.states, self._has_state, self._has_kv):
-            tensor[copy.destination] = tensor[copy.source]
+        copy.make((self.states, self._has_state, self._has_kv))
 
     def forget(self, block_table: Seq[int], start: int) -> None:
         """Clear the flags of a sequence's slots from position `start` on, which have another sequence's numbers."""

@@ -47,8 +47,8 @@ def _compute(job: dict[str, Any], status: Any) -> None:
     import torch
 
     from runtime.checkpoint.config import Mapping, StepShape, parse
-    from runtime.core.kv_cache import BlockCopy, KVPool, kv_dtype
-    from runtime.core.states import StateCopy, copy_slot, num_rolled_back, state_pools
+    from runtime.core.kv_cache import KVPool, PoolCopy, kv_dtype
+    from runtime.core.states import num_rolled_back, state_pools
     from runtime.engine.load import StepKind, open_step
     from runtime.kernels.groups import COPY_BLOCK, COPY_SLOT, POOL, join, receive, to_batch
     from runtime.kernels.memory import zeros, zeros_in
@@ -79,9 +79,9 @@ def _compute(job: dict[str, Any], status: Any) -> None:
                     slots = state_pools(shape.states, int(message[3]), num_back, dtype, device)
             elif asked == COPY_BLOCK:
                 assert pool is not None
-                pool.copy_block(BlockCopy(int(message[1]), int(message[2])))
+                pool.copy_block(PoolCopy(int(message[1]), int(message[2])))
             elif asked == COPY_SLOT:
-                copy_slot(slots, StateCopy(int(message[1]), int(message[2])))
+                PoolCopy(int(message[1]), int(message[2])).make(slots)
             else:
                 assert pool is not None
                 *batch, last = to_batch(message, device)

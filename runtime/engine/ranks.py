@@ -22,8 +22,7 @@ from torch import Tensor
 from runtime.checkpoint.bundle import LIBRARY
 from runtime.checkpoint.config import CheckpointConfig, EngineConfig, Mapping, StepShape, as_json
 from runtime.compiler.package import StepFunction, logits_of
-from runtime.core.kv_cache import BlockCopy
-from runtime.core.states import StateCopy
+from runtime.core.kv_cache import PoolCopy
 from runtime.engine.devices import cores_of, pin, usable_cores
 from runtime.engine.load import StepKind, open_step
 from runtime.engine.rank_processes import RankProcesses
@@ -147,12 +146,12 @@ class RankedStep:
             self.close()  # the others wait in the middle of a step
             raise
 
-    def copy_block(self, copy: BlockCopy) -> None:
+    def copy_block(self, copy: PoolCopy) -> None:
         """Copy a block in the other ranks' pools like `KVPool.copy_block`."""
         self._copy(COPY_BLOCK, copy)
 
-    def copy_slot(self, copy: StateCopy) -> None:
-        """Copy a slot in the other ranks' pools like `runtime.core.states.copy_slot`."""
+    def copy_slot(self, copy: PoolCopy) -> None:
+        """Copy a slot in the other ranks' pools like `PoolCopy.make`."""
         self._copy(COPY_SLOT, copy)
 
     def share(self, keys: list[Tensor], num_slots: int, make: Callable[[], Made]) -> list[Made]:
@@ -176,7 +175,7 @@ class RankedStep:
             time.sleep(_SETTLES_S)
         return True
 
-    def _copy(self, kind: int, copy: BlockCopy | StateCopy) -> None:
+    def _copy(self, kind: int, copy: PoolCopy) -> None:
         if self._pool is not None:  # otherwise the other ranks have no K/V yet
             try:
                 self._send((kind, copy.source, copy.destination))

@@ -63,16 +63,21 @@ def openmp_alone() -> Iterator[None]:
     do not.
 
     Otherwise these threads would wait for more work on the cores that the kernels need: a prompt takes up to 1.6 times
-    as long.
+    as long. Blocks are not nested: the end of each gives the threads back, wherever a Ctrl-C comes.
     """
     if not hasattr(torch.ops.specdec, "keep_openmp_alone"):  # no kernels are loaded, as in campaigns
         yield
         return
-    before = torch.ops.specdec.keep_openmp_alone(True)
+    keep_alone = torch.ops.specdec.keep_openmp_alone
     try:
+        keep_alone(True)
         yield
     finally:
-        torch.ops.specdec.keep_openmp_alone(before)
+        try:
+            keep_alone(False)
+        except KeyboardInterrupt:  # it may come before the call, or behind it
+            keep_alone(False)
+            raise
 
 
 _of_this_thread = threading.local()

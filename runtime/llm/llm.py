@@ -126,6 +126,8 @@ class LLM:
         is_made = not isinstance(model, Bundle) and not is_engine_dir(Path(model).expanduser())
         self._model = str(model) if is_made else None
         self._usual = usual_speculation(speculative_config, profile, self._model)
+        if self._usual is not None:
+            self._usual.check_files()
         if self._usual is not None and is_made:
             engine = engine_options_for(self._usual, engine)
         self._has_told_penalties = self._has_measured = False

@@ -39,7 +39,8 @@ def draft_engine_errors() -> Iterator[None]:
     try:
         yield
     except SpecDecError as error:
-        raise type(error)(f"draft engine: {error.message}", hint=error.hint, code=error.code, **error.values) from error
+        code = "no_draft_engine" if error.code == "no_engine" else error.code
+        raise type(error)(f"draft engine: {error.message}", hint=error.hint, code=code, **error.values) from error
 
 
 @contextmanager

@@ -34,9 +34,10 @@ from runtime.checkpoint.config import (
 )
 from runtime.compiler.package import StepFunction
 from runtime.core.batch import Row
+from runtime.core.kv_cache import PoolCopy
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.sampling import Sampler, draw
-from runtime.core.states import CHUNK_SIZE, StateCopy, StateManager, state_pools
+from runtime.core.states import CHUNK_SIZE, StateManager, state_pools
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.model.recurrences import linear_attention
 
@@ -316,14 +317,11 @@ class CheckedEngine(Engine):
             return
         copy_state = states._copy
 
-        def copy_first_layer(copy: StateCopy) -> None:
-            states.pools[0][copy.destination] = states.pools[0][copy.source]
-
-        def counted(copy: StateCopy | None) -> None:
+        def counted(copy: PoolCopy | None) -> None:
             if copy is None:
                 return copy_state(None)
             made = copy
-            self.calls.make(f"{self.name}state copy", lambda: copy_state(made), lambda: copy_first_layer(made))
+            self.calls.make(f"{self.name}state copy", lambda: copy_state(made), lambda: made.make(states.pools[:1]))
             return None
 
         states._copy = counted  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""Keeps README.md and docs/ true: flag tables come from the commands, the arguments of `LLM` and the fields of
-`SamplingParams` from their descriptions, the list of rooms from the packages' docstrings, and the walk's output from
-running the walk.
+"""Keeps README.md and docs/ true: flag tables come from the commands, the arguments of `LLM`, the fields of
+`SamplingParams` and those of requests' bodies from their descriptions, the list of rooms from the packages' docstrings,
+and the walk's output from running the walk.
 
 python -m scripts.tools.update_docs           flag tables, rooms, and the texts of `--help` that are kept ready
 python -m scripts.tools.update_docs --walk    the same, and the output of the walk's commands, run in a new directory
@@ -14,18 +14,28 @@ for them.
 """
 
 import ast
+import json
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import typer.main
 
 from commands.output.help import sort_by_panel
+from commands.serve.protocol.schema import ChatRequest, CompletionRequest
 from runtime.builder.engine_options import OPTIONS, OTHER_NAMES
-from runtime.core.params import FIELDS, SamplingParams
+from runtime.core.params import (
+    FIELDS,
+    REQUEST_FIELDS,
+    AnswerParams,
+    ConversationParams,
+    Protocol,
+    RequestField,
+    SamplingParams,
+)
 from specdec_cli.app import app, help_texts
 from specdec_cli.start import with_headings
 
@@ -86,14 +96,65 @@ def engine_options_table() -> str:
 
 def request_fields_table() -> str:
     """A Markdown table of the fields of `SamplingParams`, and the names that they have in bodies of requests."""
-    rows = []
-    for name, (_, field) in FIELDS.items():
-        protocols: dict[str, list[str]] = {}
-        for protocol, own in field.names.items():
-            protocols.setdefault(own, []).append(protocol)
-        bodies = [f"{'' if own == name else f'`{own}` in '}{', '.join(of)}" for own, of in protocols.items()]
-        rows.append(f"| `{name}` | `{getattr(SamplingParams, name)!r}` | {field.help} | {'; '.join(bodies)} |")
+    rows = [
+        f"| `{name}` | `{getattr(SamplingParams, name)!r}` | {field.help} | {_names_in_bodies(name, field)} |"
+        for name, (_, field) in FIELDS.items()
+    ]
     return "\n".join(["| field | default | meaning | in bodies of |", "|---|---|---|---|", *rows])
+
+
+def body_fields_table() -> str:
+    """A Markdown table of the fields of a request that bodies have."""
+    bodies: tuple[Any, ...] = (CompletionRequest, ChatRequest)
+    schemas = {body.PROTOCOL: body.model_json_schema()["properties"] for body in bodies}
+    rows = []
+    for name, (_, field) in REQUEST_FIELDS.items():
+        if field.names:
+            protocol = next(iter(field.names))
+            values = _values_in_body(schemas[protocol][field.names[protocol]])
+            default, names = _default_in_bodies(name, field), _names_in_bodies(name, field)
+            rows.append(f"| `{name}` | {names} | {default} | {values} | {field.help} |")
+    return "\n".join(["| field | bodies | default | values | meaning |", "|---|---|---|---|---|", *rows])
+
+
+def _names_in_bodies(name: str, field: RequestField) -> str:
+    """The protocols whose bodies have the field, with its name where that is another."""
+    protocols: dict[str, list[str]] = {}
+    for protocol, own in field.names.items():
+        protocols.setdefault(own, []).append(protocol)
+    if list(protocols) == [name] and len(field.names) == len(get_args(Protocol)):
+        return "all"
+    return "; ".join(f"{'' if own == name else f'`{own}` in '}{', '.join(of)}" for own, of in protocols.items())
+
+
+def _default_in_bodies(name: str, field: RequestField) -> str:
+    default = next(
+        getattr(one, name) for one in (SamplingParams, AnswerParams, ConversationParams) if hasattr(one, name)
+    )
+    if default is None and field.in_model:  # the model's own value, or a value that asks for nothing
+        default = field.neutral[0]
+    shown = "" if default is None else f"`{json.dumps(default)}`"
+    return f"the model's, else {shown}" if field.in_model else shown
+
+
+def _values_in_body(schema: dict[str, Any]) -> str:
+    """A JSON schema in words: `1 to 128`, or `text, list of up to 32`."""
+    if "anyOf" in schema:
+        return ", ".join(_values_in_body(one) for one in schema["anyOf"] if one["type"] != "null")
+    kind = {"boolean": "true, false", "string": "text", "array": "list", "object": "object"}.get(schema["type"])
+    if kind is None:
+        least = schema.get("minimum", schema.get("exclusiveMinimum"))
+        return f"{'more than ' * ('exclusiveMinimum' in schema)}{_number(least)} to {_number(schema['maximum'])}"
+    most, item = schema.get("maxItems", schema.get("maxProperties")), schema.get("additionalProperties")
+    kind = kind if most is None else f"{kind} of up to {most:,}"
+    return f"{kind}, each {_values_in_body(item)}" if isinstance(item, dict) else kind
+
+
+def _number(value: float) -> str:
+    """A bound, such as 128 or, if it is large, 2^63 - 1."""
+    if abs(value) < 1e6:
+        return f"{value:g}"
+    return f"-2^{int(-value).bit_length() - 1}" if value < 0 else f"2^{int(value).bit_length()} - 1"
 
 
 def room_table(package: str) -> str:
@@ -117,12 +178,16 @@ def with_tables(text: str) -> str:
     def rooms(match: re.Match[str]) -> str:
         return f"<!-- rooms: {match[1]} -->\n\n{room_table(match[1])}\n\n<!-- end -->"
 
-    options = f"<!-- engine options -->\n\n{engine_options_table()}\n\n<!-- end -->"
-    text = re.sub(r"<!-- engine options -->\n.*?<!-- end -->", lambda _: options, text, flags=re.DOTALL)
-    fields = f"<!-- request fields -->\n\n{request_fields_table()}\n\n<!-- end -->"
-    text = re.sub(r"<!-- request fields -->\n.*?<!-- end -->", lambda _: fields, text, flags=re.DOTALL)
+    text = _with_block(text, "engine options", engine_options_table())
+    text = _with_block(text, "request fields", request_fields_table())
+    text = _with_block(text, "body fields", body_fields_table())
     text = re.sub(r"<!-- rooms: (\w+) -->\n.*?<!-- end -->", rooms, text, flags=re.DOTALL)
     return re.sub(r"<!-- flags: ([\w ]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def _with_block(text: str, name: str, table: str) -> str:
+    block = f"<!-- {name} -->\n\n{table}\n\n<!-- end -->"
+    return re.sub(rf"<!-- {name} -->\n.*?<!-- end -->", lambda _: block, text, flags=re.DOTALL)
 
 
 def walk_blocks(pages: dict[str, str]) -> list[WalkBlock]:

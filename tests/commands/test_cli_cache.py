@@ -51,6 +51,15 @@ def test_list_shows_sizes_and_the_last_used_first(cache: Path, specdec: Specdec)
     assert shown.index("newest-3") < shown.index("older-2") < shown.index("oldest-1") and "3 engines" in shown
 
 
+def test_list_says_that_shared_weights_count_once(cache: Path, specdec: Specdec) -> None:
+    weights = cache / "engines" / "oldest-1" / "weights"
+    weights.write_bytes(b"x" * 5_000_000)
+    assert "count once" not in specdec("cache", "list").stdout
+    os.link(weights, cache / "engines" / "newest-3" / "weights")
+    total, shared = specdec("cache", "list").stdout.splitlines()[-2:]
+    assert total.startswith("3 engines, 5.0 MB;") and "count once" in shared and shared.endswith(" 10.0 MB")
+
+
 def test_an_empty_file_of_keys_and_values_stays_as_it_is(cache: Path, tmp_path: Path, specdec: Specdec) -> None:
     directory = tmp_path / "kv"
     directory.mkdir()

@@ -326,6 +326,13 @@ def test_what_a_speculative_config_cannot_be_is_said(case: str, llama_engine_dir
     said(caught)
 
 
+def test_a_draft_model_that_is_missing_is_said_before_the_target_is_opened(tmp_path: Path, said: Said) -> None:
+    """The target is missing too, and nothing asks for it."""
+    with pytest.raises(SpecDecError, match=r"\./no-draft") as caught:
+        LLM(tmp_path / "no-target", speculative_config={"method": "draft_model", "model": "./no-draft"})
+    said(caught, "./no-draft")
+
+
 def test_parameters_for_each_prompt(llm: LLM, expected: list[list[int]], tokenizer: PreTrainedTokenizerFast) -> None:
     text = llm.generate(PROMPTS[1], GREEDY)[0].text or ""
     word = text[3:6]

@@ -74,20 +74,36 @@ def test_a_client_that_goes_away_frees_its_sequences(
     assert engine._blocks.num_free_blocks == engine._blocks.num_blocks - 1
 
 
-def test_a_client_that_reads_slowly_holds_up_nobody(make_listening: Callable[..., Listening]) -> None:
+def test_a_client_that_reads_slowly_holds_up_nobody(
+    make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 20 log-probabilities of 480 tokens its answer has half a megabyte, and the buffers have no room for it."""
+    monkeypatch.setattr("commands.serve.http.server.READING_S", HANG_S)
     listening = make_listening()
-    expected = texts(read_all(send(listening.port, LONG | {"stream": True}))[1])
-    slow = send(listening.port, LONG | {"stream": True})
+    body = LONG | {"stream": True, "n": 4, "logprobs": 20}
+    expected = texts_by_choice(read_all(send(listening.port, body))[1])
+    slow = send(listening.port, body, receive_buffer=4096)
     first = slow.recv(1)
+    wait_until(lambda: any(connection.flow.write_paused for connection in listening.connections))
     for _ in range(3):
         status, _ = read_all(send(listening.port, LONG | {"max_tokens": 20}))
         assert status == 200
     wait_until(lambda: not listening.model.loop.unfinished())
+    assert any(connection.flow.write_paused for connection in listening.connections)
     rest = first
     while chunk := slow.recv(4096):
         rest += chunk
     slow.close()
-    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and texts(rest.decode()) == expected
+    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and texts_by_choice(rest.decode()) == expected
+
+
+def texts_by_choice(raw: str) -> dict[str, str]:
+    """The text of each choice of a stream."""
+    found: dict[str, str] = {}
+    for index, text in re.findall(r'"index":(\d+),"text":"((?:[^"\\]|\\.)*)"', raw):
+        found[index] = found.get(index, "") + text
+    assert len(found) > 1
+    return found
 
 
 def test_connections_beyond_the_bound_are_refused_politely(

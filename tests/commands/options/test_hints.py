@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -12,8 +13,9 @@ from commands.doctor.work import REMEDIES
 from commands.options.expand import CURRENT_COMMAND, MODEL_AT_HAND, Command
 from commands.options.hints import HINTS, Advice, advised, flag_of_setting, hint_of, message_of
 from runtime.builder.engine_options import OPTIONS
+from runtime.checkpoint.bundle import read_bundle
 from runtime.core.params import FIELDS
-from runtime.util.errors import SpecDecError
+from runtime.util.errors import SpecDecError, draft_engine_errors
 from specdec_cli.app import app
 
 _TOP: Any = get_command(app)
@@ -92,6 +94,19 @@ def test_who_named_a_model_is_not_told_to_build_an_engine() -> None:
     remedies = [advised(remedy, "demo") or "" for remedy in REMEDIES.values()]
     assert all(remedies)
     assert not any(f"specdec {command}` again" in one for one in remedies for command in ("build", "convert"))
+
+
+def test_who_names_a_model_as_a_draft_engine_is_told_the_flag_of_models(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="demo-draft") as caught, draft_engine_errors():
+        read_bundle(tmp_path / "demo-draft")
+    having = [name for name, flags in FLAGS.items() if "draft-engine-dir" in flags]
+    assert {"run", "summarize", "tune"} <= {*having}
+    for name in having:
+        token = CURRENT_COMMAND.set(Command(name, FLAGS[name]))
+        try:
+            assert "`--draft-model-dir demo-draft`" in (hint_of(caught.value) or ""), name
+        finally:
+            CURRENT_COMMAND.reset(token)
 
 
 @pytest.mark.parametrize(

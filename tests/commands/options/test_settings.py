@@ -218,6 +218,9 @@ def test_what_is_wrong_with_a_variable_is_said(
     [
         ("max_seq_len: 64\nmax_outptu_len: 3", ("max_outptu_len", "line 2", "`max_output_len`")),
         ("sampling:\n  temprature: 1", ("temprature", "line 2", "`temperature`")),
+        ("serv:\n  port: 8001", ("serv", "line 1", "`serve`")),
+        ("samplng:\n  temperature: 1", ("samplng", "line 1", "`sampling`")),
+        ("speculative_confg:\n  method: ngram", ("speculative_confg", "line 1", "`speculative_config`")),
         ("max_output_len: many", ("`--max-output-len`", "many", "line 1")),
         ("max_output_len: true", ("`--max-output-len`", "true", "line 1")),
         ("max_output_len: 0", ("`--max-output-len`", "0", "line 1")),
@@ -225,6 +228,7 @@ def test_what_is_wrong_with_a_variable_is_said(
         ("stats: some", ("`--stats`", "some", "line 1")),
         ("model: demo\nengine_dir: engine", ("`--model-dir`", "`--engine-dir`", "prod.yaml")),
         ("speculative_config:\n  method: ngram\n  depth: 3", ("depth: 3", "line 3")),
+        ("speculative_config:\n  method: ngram\n  max_draft_lne: 3", ("max_draft_lne: 3", "line 3", "`max_draft_len`")),
         ("tensor_parallel_size: 2", ("2", "line 1", "`specdec convert MODEL --tp-size 2`")),
         ("model: ''", ("`model`", "line 1")),
         ("config: other.yaml", ("another", "line 1")),

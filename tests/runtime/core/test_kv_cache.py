@@ -20,7 +20,7 @@ from sentences import Said
 
 from runtime.checkpoint.config import LayerShape
 from runtime.core import kv_cache
-from runtime.core.kv_cache import NULL_BLOCK, BlockCopy, BlockManager, KVPool, bytes_per_block
+from runtime.core.kv_cache import NULL_BLOCK, BlockManager, KVPool, PoolCopy, bytes_per_block
 from runtime.core.request import Draft, Request, Sequence, VerifyResult
 
 
@@ -318,7 +318,7 @@ def test_pool_of_8_bits_has_scales_and_copies_them(dtype: torch.dtype) -> None:
     for tensor in every:
         tensor[1] = (torch.rand(tensor.shape[1:]) * 100).to(tensor.dtype)
     before = [tensor[1].clone() for tensor in every]
-    pool.copy_block(BlockCopy(source=1, destination=2))
+    pool.copy_block(PoolCopy(source=1, destination=2))
     for tensor, source in zip(every, before, strict=True):
         assert torch.equal(tensor[2].float(), source.float()) and source.float().any() and not tensor[0].float().any()
 

@@ -11,6 +11,7 @@ import torch
 from drafting import outputs, run
 from heads import Eagle, eagle_drafts, eagle_logits, hidden_states, make_eagle, save_eagle, some
 from safetensors.torch import load_file
+from sentences import Said
 from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -219,7 +220,7 @@ def test_quantized_output_layer(
     assert packed.out_features == len(own) if compiler == "none" else packed.num_outputs == len(own)
 
 
-def test_quantized_layers(model: PreTrainedModel, tmp_path: Path, make_engine: Any) -> None:
+def test_quantized_layers(model: PreTrainedModel, tmp_path: Path, make_engine: Any, said: Said) -> None:
     """Drafts are those of the numbers that are kept, but where tokens in 8 bits make another one the likeliest."""
     head = make_eagle(model)
     directory = save_eagle(head, tmp_path / "head", "sailab")
@@ -239,6 +240,10 @@ def test_quantized_layers(model: PreTrainedModel, tmp_path: Path, make_engine: A
         )
         num_equal.append(sum(drafts))
     assert len(states_of) > 10 and num_equal[0] < 0.8 * len(states_of) <= num_equal[1], num_equal
+    other = save_eagle(make_eagle(model, draft_vocab=20), tmp_path / "other", "sailab")
+    with pytest.raises(SpecDecError) as refused:
+        drafter(engine, other)
+    said(refused, other)
 
 
 def test_nothing_is_computed_twice(engine: Engine, model: PreTrainedModel, head: Eagle, head_dir: Path) -> None:

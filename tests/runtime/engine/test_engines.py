@@ -22,6 +22,7 @@ from quantized import (
     stored_blocks,
 )
 from safetensors.torch import load_file
+from sentences import Said
 from tiny import VOCAB_SIZE, eager_logits, forward, hf_greedy, make_build, make_model, repetitive_prompt
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,7 +31,7 @@ import runtime.model.quantized
 from runtime.builder.build import BuildEffort, build_engine
 from runtime.builder.convert import convert
 from runtime.builder.quality import measure_quality
-from runtime.checkpoint.config import Activations, CheckpointConfig, EngineConfig, QuantConfig
+from runtime.checkpoint.config import Activations, CheckpointConfig, EngineConfig, QuantConfig, SelfDraft
 from runtime.checkpoint.gguf.blocks import read_blocks
 from runtime.checkpoint.gguf.reader import TYPES
 from runtime.checkpoint.quant.weight import QuantizedWeight, from_integers, take_quantized
@@ -42,6 +43,7 @@ from runtime.loop.orchestrator import generate
 from runtime.model.model import ModelKind, load_model
 from runtime.model.pretrained import parse_pretrained_config
 from runtime.model.quantized import QuantizedLinear
+from runtime.util.errors import SpecDecError
 
 CPU = torch.device("cpu")
 
@@ -229,6 +231,17 @@ def test_each_layer_reads_as_many_bits_as_its_own_weight_asks_for(tmp_path: Path
         tokens = quantized_by_definition(x, weight.group_size, 16 if name == "lm_head" else 8)
         torch.testing.assert_close(model.get_submodule(name)(x), tokens @ weight.dequantize().T, rtol=1e-5, atol=1e-5)
     assert checkpoint.quantization is not None and checkpoint.quantization.activations == "mixed"
+
+
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+def test_a_copy_needs_a_layer_of_more_bits_than_its_own(tmp_path: Path, said: Said) -> None:
+    """Only the output layer of this file has 8 bits, and the copy takes the target's."""
+    save_gguf(tmp_path / "model.gguf", Q.Q4_1, is_tied=True)
+    convert(tmp_path / "model.gguf", tmp_path / "checkpoint", "float32", replace=False, progress=lambda *_: None)
+    with pytest.raises(SpecDecError) as refused:
+        build(tmp_path, self_draft=SelfDraft("int4"))
+    said(refused, "int4")
+    assert not (tmp_path / "engine").exists()
 
 
 def test_compiled_engine_holds_few_bits_and_is_batch_invariant(tmp_path: Path, kernels: Path) -> None:
