@@ -291,7 +291,7 @@ def test_every_code_of_an_error_has_its_hint() -> None:
     own, stated = {*HINTS, "other_environment", "no_such_model"}, set()
     for module, path in modules("runtime").items():
         text = path.read_text(encoding="utf-8")
-        stated |= set(re.findall(r'code="(\w+)"', text)) | set(re.findall(r'"(cache_too_\w+)"', text))
+        stated |= set(re.findall(r'\bcode ?= ?"(\w+)"', text)) | set(re.findall(r'"(cache_too_\w+)"', text))
         tree = ast.parse(text if "code=" in text else "")
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             given = {keyword.arg: keyword.value for keyword in call.keywords}

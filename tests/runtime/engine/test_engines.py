@@ -235,7 +235,7 @@ def test_each_layer_reads_as_many_bits_as_its_own_weight_asks_for(tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer")
 def test_a_copy_needs_a_layer_of_more_bits_than_its_own(tmp_path: Path, said: Said) -> None:
-    """Only the output layer of this file has 8 bits, and the copy takes the target's."""
+    """A file with 8 bits in the output layer alone: the copy takes the layer as it is."""
     save_gguf(tmp_path / "model.gguf", Q.Q4_1, is_tied=True)
     convert(tmp_path / "model.gguf", tmp_path / "checkpoint", "float32", replace=False, progress=lambda *_: None)
     with pytest.raises(SpecDecError) as refused:
