@@ -77,7 +77,7 @@ def test_a_client_that_goes_away_frees_its_sequences(
 def test_a_client_that_reads_slowly_holds_up_nobody(
     make_listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answer, 480 tokens with 20 log-probabilities each, has half a megabyte, and the buffers have no room for it."""
+    """Its answer, 480 tokens with 20 log-probabilities each, has half a megabyte, which the buffers cannot hold."""
     monkeypatch.setattr("commands.serve.http.server.READING_S", HANG_S)
     listening = make_listening()
     body = LONG | {"stream": True, "n": 4, "logprobs": 20}
