@@ -55,9 +55,9 @@ NO_FLAGS = {
 }
 MOST_FILES = 4
 IN_MORE_FILES = {  # words that mean other things too, and fields that are older than the rule
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "skip_special_tokens",
-    "bad_words", "max_tokens", "thinking_token_budget", "logprobs", "penalize_prompt", "logit_bias", "receipt",
-    "json_schema", "regex", "grammar", "choice",
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "bad_words", "max_tokens",
+    "thinking_token_budget", "logprobs", "penalize_prompt", "logit_bias", "receipt", "json_schema", "regex", "grammar",
+    "choice",
 }  # fmt: skip
 
 

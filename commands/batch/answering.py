@@ -20,6 +20,7 @@ from commands.batch.dispatch import NotAnswered
 from commands.batch.flags import BatchDefaults
 from commands.batch.lines import BatchRequest
 from commands.options.engine_choice import EngineChoice
+from commands.options.sampling_flags import given_params
 from commands.options.sessions import open_setup
 from commands.serve.errors import FieldNames, HTTPError, fields_named
 from commands.serve.http.clients import salted
@@ -33,6 +34,7 @@ from runtime.checkpoint.checksums import NOT_RECORDED
 from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.checkpoint.tokenizer import TOKENIZER_FILES, template_files
+from runtime.core.params import SamplingParams
 from runtime.core.stats import sum_stats
 from runtime.drafters.spec import DraftLenMode
 from runtime.drafters.specs import AnswerDrafter
@@ -108,11 +110,11 @@ class BatchModel:
     ) -> None:
         check_can_serve(llm)
         llm.fingerprint  # noqa: B018  # kept: every result has it
-        if defaults.thinking_token_budget is not None:
-            llm.thinking  # noqa: B018  # or why there is none
+        sampling = given_params(defaults)
+        llm.request_of(SamplingParams(**sampling))  # or why there can be no such requests
         self._with_receipts = with_receipts
         loop = ServingLoop(session, LoopLimits(_MAX_QUEUE_LEN, max_gap_s=math.inf), _notify)  # nobody waits for a token
-        values = llm.model_defaults.sampling | defaults.sampling | defaults.form.params
+        values = llm.model_defaults.sampling | sampling | defaults.form.params
         self._served = ServedModel(llm, loop, names, 0, prepare_chat(llm), values)
         self._texts, self._defaults = TokenTexts(self._served), defaults
         loop.start()

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from commands.options.sampling_flags import FormOptions
+from commands.options.sampling_flags import FormOptions, given_params
 from commands.options.shared import Receipts
 from commands.output.help import INPUT, OUTPUT, SAMPLING, option
 from runtime.core.params import SamplingConfig, SamplingParams
@@ -67,17 +67,10 @@ class BatchDefaults:
     ] = 0
     form: FormOptions = field(default_factory=FormOptions, repr=False)
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Sampling flags that are given."""
-        names = ("temperature", "top_k", "top_p", "thinking_token_budget")
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
-
     def checked(self) -> "BatchDefaults":
         """The same defaults with the content of files, such as a JSON schema's, in place of paths; SpecDecError for a
         value that is wrong.
         """
-        SamplingConfig(**self.sampling)
+        SamplingConfig(**given_params(self))
         SamplingParams(**self.form.params)
         return replace(self, form=self.form.read())

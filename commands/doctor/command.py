@@ -5,7 +5,7 @@ from commands.inputs.prompts import check_readable_by, read_prompts
 from commands.options.engine_choice import EngineOptions
 from commands.options.expand import expand_groups
 from commands.output.output import Output, check_output_files, check_report
-from runtime.core.params import SamplingParams
+from runtime.core.params import greedy_params
 from runtime.util.errors import UsageError
 
 
@@ -21,7 +21,7 @@ def doctor(engine: EngineOptions, inputs: DoctorInputs, options: DoctorOptions, 
     prompts = read_prompts(inputs.input_text or [], inputs.input_file) if has_prompts else None
     check_report(options.report)
     check_output_files([] if options.report is None else [options.report], inputs.paths)
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)
+    params = greedy_params(options.max_output_len)
     choice = engine.named().choose(params, None)
     if prompts is None:
         choice.check_tokenizer()

@@ -19,7 +19,7 @@ from commands.output.documents.records import document_head
 from commands.output.output import Output, number
 from runtime.checkpoint.config import IntFormat
 from runtime.checkpoint.resolve import read_model_config, resolve_model
-from runtime.core.params import SamplingParams
+from runtime.core.params import greedy_params
 from runtime.drafters.published import drafters_beside, published_for
 from runtime.drafters.spec import DrafterSpec
 from runtime.drafters.specs import SelfDrafter
@@ -94,7 +94,7 @@ def _answered(
     llm: LLM, inputs: DraftersInputs, options: DraftersOptions, prompts: list[Prompt] | None, output: Output
 ) -> Answered:
     """The sample's requests that fit the engine, and the model's answers to them."""
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=options.max_output_len)
+    params = greedy_params(options.max_output_len)
     template, build = llm.request_of(params), llm.engine.config.build_config
     room = min(build.max_input_len, build.max_request_len - options.max_output_len)
     if inputs.traces is not None:

@@ -272,10 +272,7 @@ _OF_COMMANDS = {
     "disk_dir": "--kv-cache-dir",
     "disk_bytes": "--kv-cache-disk-size",
     "max_input_len": "--max-input-len",
-    "stop": "--stop-words",
     "stop_token_ids": "--end-id",
-    "max_tokens": "--max-output-len",
-    "seed": "--random-seed",
     **{name: as_flag(name) for name in ("state_checkpoint_interval", *get_args(GrammarKind))},
 }
 """Flags of settings that commands describe themselves."""
@@ -283,11 +280,13 @@ _OF_COMMANDS = {
 
 def flag_of_setting(name: str) -> str | None:
     """The flag of a setting: of a request's field, a drafter's setting or an option of an engine; None if it has no
-    flag.
+    flag. The flag of a field may have another name, such as `--random-seed` for `seed`.
     """
-    has_flag = (name in REQUEST_FIELDS and REQUEST_FIELDS[name][1].flag is not None) or users_of(name)
-    if has_flag or (name in OPTIONS and OPTIONS[name][1].flags):
-        return as_flag(name)
+    own, flag = as_flag(normalize_name(name)), as_flag(name)
+    if name in REQUEST_FIELDS and (own != flag or REQUEST_FIELDS[name][1].flag is not None):
+        return own
+    if users_of(name) or (name in OPTIONS and OPTIONS[name][1].flags):
+        return flag
     return _OF_COMMANDS.get(name)
 
 

@@ -17,6 +17,11 @@ from runtime.util.errors import UsageError
 from runtime.util.reading import read_utf8
 
 
+def given_params(group: Any) -> dict[str, Any]:
+    """The fields of `SamplingParams` that flags of the group give."""
+    return {name: value for name, value in vars(group).items() if name in FIELDS and value is not None}
+
+
 @dataclass(frozen=True)
 class FormOptions:
     """Form of an output: at most one of these flags may be given."""
@@ -46,7 +51,7 @@ class FormOptions:
     @property
     def params(self) -> dict[str, Any]:
         """Parameters of `SamplingParams` that are given."""
-        return {name: value for name, value in vars(self.read()).items() if value is not None}
+        return given_params(self.read())
 
 
 def _flag_of(name: str, panel: str, default: Any) -> tuple[str, Any, Any]:
@@ -79,8 +84,6 @@ if TYPE_CHECKING:
 else:
     _ParamFlags, _ConversationFlags = _group_of(SamplingParams, SAMPLING), _group_of(ConversationParams, INPUT)
 
-_FLAGS = [name for name, (_, described) in FIELDS.items() if described.flag is not None]
-
 
 @dataclass(frozen=True)
 class ConversationOptions(_ConversationFlags):
@@ -101,7 +104,7 @@ class SamplingOptions(_ParamFlags):
         """Flags for a chat. The model's own values hold for the flags that are not given. They hold for none if the
         flags ask for greedy answers, or if flags are given and the model's values are greedy.
         """
-        given = {name for name in _FLAGS if FIELDS[name][1].greedy_ignores and getattr(self, name) is not None}
+        given = {name for name in given_params(self) if FIELDS[name][1].greedy_ignores}
         if self.temperature == 0 or self.top_k == 1 or (given and defaults.get("temperature") == 0):
             return self
         return replace(self, **{name: value for name, value in defaults.items() if name not in given})
@@ -118,8 +121,7 @@ class SamplingOptions(_ParamFlags):
             warn("`--top-k 1` is greedy: `--temperature`, `--top-p` and `--min-p` have no effect")
         if self.temperature == 0 and (top_k > 1 or self.top_p is not None or self.min_p):
             warn("`--temperature 0` is greedy: `--top-k`, `--top-p` and `--min-p` have no effect")
-        given = {name: value for name in _FLAGS if (value := getattr(self, name)) is not None}
-        return SamplingParams(**given | {"top_k": top_k} | self.form.params | others)
+        return SamplingParams(**given_params(self) | {"top_k": top_k} | self.form.params | others)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
+from commands.options.sampling_flags import given_params
 from commands.output.documents.settings import Setup
 from commands.output.output import note, stderr, warn
 from commands.serve.flags import ServerOptions
@@ -22,6 +23,7 @@ from commands.serve.http.unread import ReadsBodies
 from commands.serve.receipts import OnProgress, logging_receipts
 from commands.serve.served import ServedModel, check_can_serve, prepare_chat
 from commands.serve.warm import warm
+from runtime.core.params import SamplingParams
 from runtime.llm import LLM
 from runtime.loop.serving import LoopLimits, ServingLoop
 from runtime.loop.session import Session
@@ -63,10 +65,8 @@ def open_served(
     check_can_serve(llm)
     has_chat_template = prepare_chat(llm)
     llm.reasoning_parser = options.reasoning_parser
-    defaults: dict[str, Any] = dict(llm.model_defaults.sampling)
-    if options.thinking_token_budget is not None:
-        llm.thinking  # noqa: B018  # or why there is none
-        defaults["thinking_token_budget"] = options.thinking_token_budget
+    sampling = given_params(options)
+    llm.request_of(SamplingParams(**sampling))  # or why there can be no such requests
     with suppress(SpecDecError):  # a request with a grammar gets the error
         llm.grammars.prepare()
     llm.fingerprint  # noqa: B018  # it is kept: every answer has it
@@ -81,7 +81,7 @@ def open_served(
         names,
         int(time.time()),
         has_chat_template,
-        defaults,
+        llm.model_defaults.sampling | sampling,
         options.tool_call_parser,
         options.reasoning_parser,
         options.refuse_special_tokens,

@@ -26,7 +26,7 @@ from commands.train.flags import (
 from runtime.builder.engine_cache import ModelEngines
 from runtime.builder.profile import engine_digest, model_digest
 from runtime.checkpoint.resolve import read_model_config, resolve_model
-from runtime.core.params import SamplingParams
+from runtime.core.params import greedy_params
 from runtime.core.request import Request
 from runtime.drafters.heads.head_config import HeadConfig, num_layers_of, states_of_heads
 from runtime.drafters.heads.mtp_head import check_mtp_is_of, check_mtp_is_trained
@@ -141,8 +141,7 @@ def _answers(llm: LLM, inputs: TrainInputs, prompts: list[Prompt], directory: Pa
     """
     if not prompts:
         return []
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=inputs.max_output_len)
-    template = llm.request_of(params)
+    template = llm.request_of(greedy_params(inputs.max_output_len))
     prompts = without_padding(prompts, inputs.input_file, template.end_ids)
     longest = llm.bundle.config.build_config.max_request_len
     requests = list[Request]()

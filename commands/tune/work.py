@@ -46,7 +46,7 @@ from runtime.builder.profile import (
 from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import EngineConfig, InEightBits
 from runtime.checkpoint.resolve import resolve_model
-from runtime.core.params import SamplingParams
+from runtime.core.params import greedy_params
 from runtime.core.request import Request
 from runtime.core.stats import RequestStats, sum_stats
 from runtime.drafters.lists import Devices
@@ -473,8 +473,7 @@ def _answered(
 ) -> Answered:
     """The requests that fit the engine, and the engine's answers, generated now or recorded."""
     max_tokens = options.max_output_len or DEFAULT_OUTPUT_LEN
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, **end_id_params(options.end_id))
-    template = llm.request_of(params)
+    template = llm.request_of(greedy_params(max_tokens, **end_id_params(options.end_id)))
     if inputs.traces is not None:
         recorded = read_traces(inputs.traces, llm.tokenizer, llm.engine.config.vocab_size)
         requests = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.core.params import FIELDS, GREEDY
 from runtime.core.request import Request, Sequence
 
 TAIL = 64
@@ -18,7 +19,8 @@ TAIL = 64
 _PIECE_BYTES = 8
 _NUM_PIECES, _LONGEST_READ = 32, 1024
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
-_GREEDY = {"temperature": 0.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "random_seed": 0, "return_index": 0}
+_DRAW = [field.config or name for name, (_, field) in FIELDS.items() if field.greedy_ignores]
+_GREEDY = {name: getattr(GREEDY, name) for name in _DRAW} | {"temperature": 0.0, "return_index": 0}
 """Values recorded in place of the settings on which greedy answers do not depend."""
 _SHORTEST = 2
 """Least number of tokens of an answer that is worth keeping: a draft of a single token hardly saves a step."""

@@ -499,6 +499,11 @@ class SamplingParams:
         return SamplingConfig(**given)
 
 
+def greedy_params(max_tokens: int, **others: Any) -> SamplingParams:
+    """Parameters of greedy answers with at most `max_tokens` tokens; `others` are other fields."""
+    return SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, **others)
+
+
 @dataclass(frozen=True)
 class AnswerParams:
     """Fields of a request that decide how it is answered, and that affect no token's choice."""

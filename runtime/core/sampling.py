@@ -355,6 +355,14 @@ class Sampler:
         ranking[left] = numbers - numbers.max() + noise
         return torch.from_numpy(ranking).to(scores.device)
 
+    def margin(self, prefix: list[int], logits: Tensor, token: int, other: int) -> float | None:
+        """Difference of the `logits` [vocab] of two tokens after `prefix`, with the noise of sampling; None if one of
+        them cannot be chosen.
+        """
+        ranking, temperature = self.ranking(prefix, logits), 1.0 if self.is_greedy else self._params.temperature
+        margin = float(ranking[token] - ranking[other]) * temperature
+        return margin if math.isfinite(margin) else None
+
     def choices(self, prefix: list[int], draft_tokens: Seq[int], logits: Tensor) -> Iterator[int]:
         """The request's own tokens after `prefix` and after each token of a draft, from `logits` [draft_len + 1,
         vocab], without the kernels. Each token is computed when it is asked for, unless all are plain argmaxes.

@@ -1,6 +1,5 @@
 """Outputs that are computed as long drafts: the logits at all their positions, several outputs at a time."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -57,13 +56,8 @@ class LongDraft:
         return Positions(self.sampler, self.prefix(place), self.output[place : place + len(logits) - 1], logits)
 
     def margin(self, place: int, row: Tensor, token: int, other: int) -> float | None:
-        """Difference of the logits `row` [vocab] of two tokens, with the noise of sampling; None if one of them cannot
-        be chosen.
-        """
-        ranking = self.sampler.ranking(self.prefix(place), row)
-        temperature = 1.0 if self.sampler.is_greedy else self.request.sampling.temperature
-        margin = float(ranking[token] - ranking[other]) * temperature
-        return margin if math.isfinite(margin) else None
+        """The `margin` of the sampler after `place` tokens of the output, for the logits `row` [vocab]."""
+        return self.sampler.margin(self.prefix(place), row, token, other)
 
 
 Item = TypeVar("Item")

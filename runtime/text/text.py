@@ -33,7 +33,7 @@ from runtime.checkpoint.tokenizer import (
 from runtime.core.params import GREEDY, SamplingConfig
 from runtime.core.request import Request, Sequence
 from runtime.text.chat_templates import chat_templates
-from runtime.text.token_text import Texts, special_token_ids, texts_after, token_bytes
+from runtime.text.token_text import Texts, special_token_ids, texts_after, token_bytes, whole_text
 from runtime.util.digests import digest
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.files import read_json
@@ -186,7 +186,7 @@ def check_tokenizer_fits(tokenizer: Tokenizer, directory: Path, own: Tokenizer |
 def _letters_kept(tokenizer: Tokenizer) -> bool:
     """True if decoding the tokens of a plain text gives back its letters and digits, whatever their case."""
     try:
-        text = str(tokenizer.decode(encode_text(tokenizer, _PLAIN), skip_special_tokens=True))
+        text = whole_text(tokenizer, encode_text(tokenizer, _PLAIN), with_special=False)
     except SpecDecError:
         return False
     return re.sub("[^a-z0-9]", "", text.casefold()) == re.sub("[^a-z0-9]", "", _PLAIN.casefold())

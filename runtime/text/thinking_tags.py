@@ -11,7 +11,7 @@ from runtime.core.thinking_budget import Thinking
 from runtime.text.call_formats import ReasoningFormat
 from runtime.text.parser import OutputForm, SpecialTokens
 from runtime.text.text import encode_text
-from runtime.text.token_text import special_token_ids, token_bytes
+from runtime.text.token_text import special_token_ids, token_bytes, whole_text
 
 _PROMPT_END = 64
 """Number of a prompt's last tokens in which an opened thought is looked for."""
@@ -19,8 +19,7 @@ _PROMPT_END = 64
 
 def prompt_end(tokenizer: Tokenizer, prompt: Seq[int]) -> str:
     """Text of a prompt's last tokens, with special tokens: the prompt may have opened the output's reasoning there."""
-    tail = list(prompt[-_PROMPT_END:])
-    return str(tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return whole_text(tokenizer, prompt[-_PROMPT_END:], with_special=True)
 
 
 def thinking_of(form: ReasoningFormat, tokenizer: Tokenizer) -> Thinking:

@@ -126,6 +126,12 @@ def _byte_fallback(token: str) -> bytes:
     return _sentence_piece(token)
 
 
+def whole_text(tokenizer: Tokenizer, tokens: Seq[int], *, with_special: bool) -> str:
+    """The tokenizer's text of tokens, with special tokens or without, decoded all at once."""
+    skips = not with_special
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=skips, clean_up_tokenization_spaces=False))
+
+
 class _OfBytes:
     """Decoder that joins the bytes of tokens."""
 
@@ -179,4 +185,4 @@ class _InContext:
         return together[len(shown if together.startswith(shown) else shown.rstrip(REPLACEMENT)) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return whole_text(self._tokenizer, tokens, with_special=False)

@@ -57,6 +57,7 @@ from commands.serve.served import ServedModel
 from runtime.core.grammar import MOST_COMPILING
 from runtime.loop.serving import ServeRequest
 from runtime.text.text import encode_text
+from runtime.text.token_text import whole_text
 from runtime.util.errors import SpecDecError
 
 _REFUSED = errors(401, 403)
@@ -337,9 +338,7 @@ def _token_routes(server: Server) -> APIRouter:
         def work(body: DetokenizeRequest) -> dict[str, str]:
             served.check_name(body.model)
             _check_tokens(served, body.tokens)
-            tokenizer = served.tokenizer
-            text = tokenizer.decode(body.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            return {"prompt": str(text)}
+            return {"prompt": whole_text(served.tokenizer, body.tokens, with_special=True)}
 
         return await server.read(request, DetokenizeRequest, work)
 

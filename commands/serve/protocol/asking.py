@@ -27,6 +27,7 @@ from runtime.drafters.under_grammar import UnderGrammar
 from runtime.loop.serving import ServeRequest
 from runtime.text.call_formats import HarmonyCall, JsonCall, NamedCall
 from runtime.text.text import encode_text
+from runtime.text.token_text import whole_text
 from runtime.util.errors import SpecDecError
 
 _DEFAULT_MAX_TOKENS = 16
@@ -106,7 +107,7 @@ def _ask(
     by_default, drafter = _drafting(served, body)
     template = replace(served.llm.request_of(params), label="the request", scopes=_scopes(body))
     if any(scope.kind == "tool" for scope in template.scopes):
-        template = replace(template, decode=partial(_written, served))
+        template = replace(template, decode=partial(whole_text, served.tokenizer, with_special=True))
     if echoes:
         template = replace(template, num_prompt_logprobs=logprobs)
     asked = []
@@ -129,11 +130,6 @@ def _scopes(body: Generation) -> tuple[Scope, ...]:
         system = [one.text for one in body.messages if one.role in ("system", "developer")]
         scopes += [Scope.of("system", system)] if system else []
     return tuple(scopes)
-
-
-def _written(served: ServedModel, tokens: list[int]) -> str:
-    """Text of generated tokens, special tokens included, in which names of tools are looked for."""
-    return str(served.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _with_any_seed(request: Request) -> Request:

@@ -98,12 +98,12 @@ def _first_difference(engine: Engine, a: Sequence, b: Sequence) -> Difference:
     rounding = rounding_of(engine.config, logits)
     margin, is_near_tie = None, False
     if token_a is not None and token_b is not None:
-        ranking = a.sampler.ranking(prefix, logits)
-        temperature = 1.0 if a.sampler.is_greedy else a.request.sampling.temperature
-        margin = float((ranking[token_b] - ranking[token_a]).abs()) * temperature
-        is_near_tie = margin <= 2 * rounding  # each of the two logits may be off by `rounding`
-        if not math.isfinite(margin):  # one of the tokens is cut
-            margin, is_near_tie = None, is_chosen_within(a.sampler, prefix, logits, token_a, rounding)
+        margin = a.sampler.margin(prefix, logits, token_b, token_a)
+        if margin is None:  # one of the tokens is cut
+            is_near_tie = is_chosen_within(a.sampler, prefix, logits, token_a, rounding)
+        else:
+            margin = abs(margin)
+            is_near_tie = margin <= 2 * rounding  # each of the two logits may be off by `rounding`
     return Difference(a.request.id, position, token_a, token_b, margin, rounding, is_near_tie)
 
 

@@ -19,7 +19,7 @@ from sentences import Said
 
 from runtime.core.block_store import FILE, BlockStore
 from runtime.core.old_answers import TAIL, Answer, Marks
-from runtime.core.params import SamplingConfig, SamplingParams
+from runtime.core.params import FIELDS, SamplingConfig, SamplingParams
 from runtime.core.request import Request, Sequence
 from runtime.core.text_tables import read_answers, write_answers
 from runtime.drafters.answer_lookup import MAX_OWNERS, AnswerLookup, Answers
@@ -68,6 +68,13 @@ def answer_of(prompt: list[int], output: list[int], **sampling: Any) -> Answer:
     answer = Answer.of(sequence, Marks.of(request))
     assert answer is not None
     return answer
+
+
+def test_marks_of_greedy_requests_do_not_depend_on_the_draw() -> None:
+    others = {"top_p": 0.5, "min_p": 0.5, "random_seed": 3, "temperature": 0.0, "top_k": 1}
+    assert others.keys() == {field.config or name for name, (_, field) in FIELDS.items() if field.shapes == "draw"}
+    ways = [Marks.of(Request(0, (5,), 2, sampling=SamplingConfig(**{name: others[name]}))).way for name in others]
+    assert {*ways} == {Marks.of(Request(0, (5,), 2, return_index=1)).way}
 
 
 def test_a_question_finds_the_answer_to_what_is_most_like_it() -> None:
