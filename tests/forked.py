@@ -24,15 +24,17 @@ from waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]
 _SERVER = """
-import atexit, fcntl, gc, json, os, select, signal, socket, sys, tempfile, threading
+import atexit, fcntl, functools, gc, json, os, select, signal, socket, sys, tempfile, threading
 from contextlib import suppress
 from scripts.campaigns import forks
-import commands.serve.http.server, specdec_cli.app
+import commands.serve.http.server, specdec_cli.app, typer.main
 import pygments.lexers, rich.markdown, typer.rich_utils  # what help and errors are shown by
 import transformers.models.llama.modeling_llama
 from transformers import AutoModelForCausalLM, PreTrainedModel  # for tests
 
 forks.import_all()
+typer.main.get_command = functools.cache(typer.main.get_command)  # or each would make all commands anew
+typer.main.get_command(specdec_cli.app.app)
 gc.collect()
 gc.freeze()
 listening = socket.socket(fileno=int(sys.argv[1]))

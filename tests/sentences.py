@@ -6,6 +6,7 @@ fails there, one whose test is gone fails in `test_sentences.py`, and the flag r
 """
 
 import json
+import os
 import re
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -67,6 +68,7 @@ class Said:
         self._test = key_of(node_id)
         self._base = base
         self._held = held
+        self._own = of_test(held, node_id)
         self._update = update
 
     def __call__(self, source: object, *values: object, varying: tuple[object, ...] = ()) -> None:
@@ -80,12 +82,24 @@ class Said:
             return
         number = sum(map(len, self.sentences.values())) + 1
         key = self._test if number == 1 else f"{self._test} ({number})"
-        own = of_test(self._held, self._test).get(file, {})
-        if own.get(key) != sentence and form_of(sentence) in _forms_without(self._held, self._test):
+        own = self._own.get(file, {})
+        if own.get(key) != sentence and form_of(sentence) in self._forms_of_others():
             return
         self.sentences.setdefault(file, {})[key] = sentence
         if not self._update:
             assert sentence == own.get(key), "meant so? `pytest --update-sentences` keeps it"
+
+    def end(self) -> None:
+        """Compare what was said with what is held, or keep it."""
+        if self._update:
+            replace(of_test(load(), self._test), self.sentences)
+        else:
+            assert self._own == self.sentences, "the test no longer has some of these sentences"
+
+    def _forms_of_others(self) -> set[str]:
+        """Forms of the sentences that other tests hold."""
+        own = {key for sentences in self._own.values() for key in sentences}
+        return {form for held in self._held.values() for key, form in _forms_of(held).items() if key not in own}
 
     def _read(self, source: object) -> tuple[str, str]:
         """The file, which is the command's or the test module's, and the text on one line."""
@@ -116,13 +130,8 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     update = request.config.getoption("--update-sentences")
     said = Said(request.node.nodeid, base, load(), update=update)
     yield said
-    if request.node.stash.get(_FAILED, False):
-        return
-    held = of_test(load(), request.node.nodeid)
-    if update:
-        replace(held, said.sentences)
-    else:
-        assert held == said.sentences, "the test no longer has some of these sentences"
+    if not request.node.stash.get(_FAILED, False):
+        said.end()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -167,12 +176,6 @@ def form_of(sentence: str) -> str:
     return prefix + " ".join(re.sub(r"`[^`]*`|'[^']*'|TMP\S*|-?\d[\d.,]*", "…", one) for one in (message, *others))
 
 
-def _forms_without(held: Sentences, test: str) -> set[str]:
-    """Forms of the sentences that other tests hold."""
-    own = {key for sentences in of_test(held, test).values() for key in sentences}
-    return {form for sentences in held.values() for key, form in _forms_of(sentences).items() if key not in own}
-
-
 _known_forms: dict[int, tuple[dict[str, str], dict[str, str]]] = {}
 
 
@@ -197,12 +200,14 @@ def of_test(held: Sentences, node_id: str) -> Sentences:
 
 def load() -> Sentences:
     """Read every file that has changed since it was last read: most tests ask, and the files hardly ever change."""
-    return {path.stem: _read_file(path, path.stat().st_mtime_ns) for path in sorted(DIRECTORY.glob("*.json"))}
+    with os.scandir(DIRECTORY) as entries:
+        changed = sorted((one.name, one.stat().st_mtime_ns) for one in entries if one.name.endswith(".json"))
+    return {name.removesuffix(".json"): _read_file(name, changed_ns) for name, changed_ns in changed}
 
 
 @cache
-def _read_file(path: Path, changed_ns: int) -> dict[str, str]:
-    found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+def _read_file(name: str, changed_ns: int) -> dict[str, str]:
+    found: dict[str, str] = json.loads((DIRECTORY / name).read_text(encoding="utf-8"))
     return found
 
 

@@ -2,8 +2,11 @@
 draws, with `--slow`."""
 
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 NUM_EXAMPLES = 60
+CHARACTERS = st.characters(exclude_categories=["Cs"])
+"""All characters that a text may have, which are those of `st.text()`: it encodes a million to find that out."""
 
 
 def register_profiles() -> None:

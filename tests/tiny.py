@@ -389,7 +389,7 @@ def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
 def make_model(family: str, **overrides: Any) -> PreTrainedModel:
     """The same weights on every call; float32, eager attention."""
     config = make_config(family, **overrides)
-    torch.manual_seed(zlib.crc32(family.encode()))
+    torch.default_generator.manual_seed(zlib.crc32(family.encode()))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

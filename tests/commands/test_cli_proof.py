@@ -65,8 +65,9 @@ def test_receipts_of_a_run_are_exact(
     run = specdec("run", "--engine-dir", llama_engine_dir, *flags, "--receipts", path, "--json").document
     rows = rows_of(path)
     assert [row["output_ids"] for row in rows] == [one["output_ids"] for one in run["requests"]]
+    schema = schema_of("receipt")
     for row in rows:
-        jsonschema.validate(row, schema_of("receipt"))
+        jsonschema.validate(row, schema)
     document = specdec("check", path, llama_engine_dir, "--json").document  # the engine as the last word
     assert_valid("check", document)
     total = document["total"]

@@ -22,6 +22,7 @@ from runtime.loop.compatibility import check_head_tokenizer
 from runtime.training.training_run import TrainingRun
 
 TEXTS = [f"{prompt}{end}" for end in ("", " and", " or") for prompt in PROMPTS]
+ASKED = ["--input-text", TEXTS[0], "--max-output-len", 24, "--json"]
 TRAIN = ["--max-output-len", 12, "--num-epochs", 2, "--draft-vocab-size", 64, "--batch-tokens", 128]
 
 
@@ -53,7 +54,7 @@ def test_head_is_trained_and_drafts(
     assert (document["num_texts"], document["num_held_out_texts"]) == (11, 4)
     assert tree(directory) == ["head", "head/config.json", "head/model.safetensors", "prompts.jsonl"]
     assert read_head(Path("head")).draft_vocab_size == 64
-    target = ["--model-dir", llama_dir, "--compiler", "none", "--input-text", TEXTS[0], "--json"]
+    target = ["--model-dir", llama_dir, "--compiler", "none", *ASKED]
     plain = specdec("run", *target).document
     drafted = specdec("run", *target, "--draft-model-dir", "head", "--draft-len-mode", "fixed").document
     assert ids_of(drafted) == ids_of(plain)
@@ -208,7 +209,7 @@ def test_a_small_model_is_adapted_to_draft_in_parallel(
     assert len(lengths) == 8 and lengths[7]["tokens_per_step_after"] > lengths[7]["tokens_per_step_before"] + 0.1
     config = json.loads((directory / "made" / "config.json").read_text())
     assert config["pard_token"] < config["vocab_size"] and config["spd_type"] == "pard"
-    target = ["--model-dir", llama_dir, "--compiler", "none", "--input-text", TEXTS[0], "--json"]
+    target = ["--model-dir", llama_dir, "--compiler", "none", *ASKED]
     drafted = specdec("run", *target, "--draft-model-dir", "made", "--draft-len-mode", "fixed").document
     assert drafted["settings"]["drafters"] == ["pard"] and drafted["total"]["num_draft_tokens"] > 0
     assert ids_of(drafted) == ids_of(specdec("run", *target).document)

@@ -31,11 +31,13 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two held-out articles to describe."""
+    """The two shortest held-out articles to describe, and `articles.jsonl` beside them."""
     articles = [json.loads(line) for line in ARTICLES.read_text(encoding="utf-8").splitlines()]
-    chosen = [one for one in articles if one["category"] == "describe"][:2]
+    described = [one for one in articles if one["category"] == "describe"]
+    chosen = sorted(described, key=lambda one: len(one["article"]))[:2]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{one['article']} TL;DR:"}) + "\n" for one in chosen))
+    path.with_name("articles.jsonl").write_text("".join(json.dumps(one) + "\n" for one in chosen))
     return path
 
 
@@ -59,7 +61,8 @@ def test_other_commands_draft_with_it(
     result = specdec("chat", *DEMO, *HEAD, *asked)
     accepted = re.search(r"(\d+) of (\d+) draft tokens accepted", result.stdout)
     assert result.exit_code == 0 and accepted and int(accepted[1]) > 0
-    flags = ["--engine-dir", engine_dir, "--test-engine", "--max-ite", 1, "--output-len", NUM_TOKENS]
+    dataset = ["--dataset", prompts.with_name("articles.jsonl"), "--max-ite", 1, "--output-len", NUM_TOKENS]
+    flags = ["--engine-dir", engine_dir, "--test-engine", *dataset]
     document = specdec("summarize", *flags, "--draft-engine-dir", "demo-head", "--eagle-config", 4, "--json").document
     assert document["total"]["num_accepted_draft_tokens"] > 0
 

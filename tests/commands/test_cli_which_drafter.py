@@ -21,6 +21,7 @@ from runtime.drafters import published
 from runtime.drafters.published import published_for
 from runtime.drafters.specs import DRAFTERS, DraftTargetDrafter
 from runtime.llm import LLM
+from runtime.measure.tuning import live
 from runtime.measure.tuning.tune import Answered, answer
 from runtime.measure.tuning.which import open_sample, rival_of_model
 
@@ -28,9 +29,15 @@ TEXTS = ["Once upon a time there was a little dog.", "The dog looked for the bal
 
 
 def test_a_model_with_an_mtp_head_and_a_draft_model_beside(
-    specdec: Specdec, mtp_dirs: tuple[Path, Path], llama_dir: Path, capfd: pytest.CaptureFixture[str]
+    specdec: Specdec,
+    mtp_dirs: tuple[Path, Path],
+    llama_dir: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The draft model has the target's weights: its drafts are right."""
+    """The draft model has the target's weights: its drafts are right. Each is timed in one round instead of six."""
+    monkeypatch.setattr(live.LiveRun, "num_rounds", 1)
+    monkeypatch.setattr(live, "_MAX_ROUNDS", 1)
     model = mtp_dirs[1]
     sample = [*each("--input-text", TEXTS), "--max-output-len", 8, "--compiler", "none", "--measure"]
     document = specdec("drafters", model, *sample, "--draft-model-dir", llama_dir, "--json").document

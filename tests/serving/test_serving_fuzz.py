@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_models import PROMPT, MakeServed, Served
-from strength import examples
+from strength import CHARACTERS, examples
 
 from commands.serve.protocol.schema import (
     REFUSED,
@@ -50,8 +50,8 @@ ODD = [
 values = st.one_of(
     st.sampled_from(ODD),
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_subnormal=False) | st.text(max_size=8),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+        st.none() | st.booleans() | st.integers() | st.floats(allow_subnormal=False) | st.text(CHARACTERS, max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(CHARACTERS, max_size=8), inner, max_size=3),
         max_leaves=6,
     ),
 )

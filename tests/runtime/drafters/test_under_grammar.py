@@ -191,15 +191,12 @@ def test_rejection_sampling_is_exact_under_a_grammar() -> None:
     sampling = SamplingConfig(temperature=1.0, top_k=0)
     counts: Counter[int] = Counter()
     num_accepted = num_cut = 0
-    for index in range(NUM_DRAWS):
+    probs = torch.stack([spelling.softmax(row, letters) for row in draft_logits[:2]])
+    drawn = torch.multinomial(probs, NUM_DRAWS, replacement=True, generator=generator).T.tolist()
+    for index, tokens in enumerate(drawn):
         request = Request(index, (5, 6), 8, frozenset({2}), sampling=sampling, return_index=index, grammar=grammar)
         sequence = RequestSequence.start(request)
-        tokens, probs, text = list[int](), list[torch.Tensor](), ""
-        for row in draft_logits[:2]:
-            probs.append(spelling.softmax(row, letters))
-            tokens.append(int(torch.multinomial(probs[-1], 1, generator=generator)))
-            text += spelling.texts[tokens[-1]]
-        (draft,) = UnderGrammar(Fixed(Draft(tokens, torch.stack(probs)))).propose([sequence], 2)
+        (draft,) = UnderGrammar(Fixed(Draft(tokens, probs))).propose([sequence], 2)
         num_cut += len(draft.tokens) < 2
         verdict = verify(sequence, draft, logits[: len(draft.tokens) + 1])
         num_accepted += verdict.num_accepted

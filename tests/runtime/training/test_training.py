@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from heads import Eagle, eagle_logits, hidden_states, make_eagle, save_eagle
-from tiny import hf_greedy, make_model, repetitive_prompt
+from tiny import make_model, repetitive_prompt
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from runtime.core.request import Request
@@ -48,9 +49,15 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
+@torch.no_grad()
 def traces(model: PreTrainedModel) -> list[Trace]:
     prompts = [repetitive_prompt(i, 5 + 2 * i) for i in range(12)]
-    return [Trace(tuple(prompt), tuple(hf_greedy(model, prompt, LENGTH))) for prompt in prompts]
+    texts = [list(prompt) for prompt in prompts]
+    for _ in range(LENGTH):  # all together, where `hf_greedy` takes ten times as long
+        logits = model(pad_sequence([torch.tensor(text) for text in texts], batch_first=True)).logits
+        for text, row in zip(texts, logits, strict=True):
+            text.append(int(row[len(text) - 1].argmax()))
+    return [Trace(tuple(prompt), tuple(text[len(prompt) :])) for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def loaded(head: Eagle, model: PreTrainedModel, directory: Path) -> EagleHead:
