@@ -224,7 +224,7 @@ class _Command(TyperCommand):
         _name_types(self.get_params(ctx), ctx)
         if needs_plain_help(self, columns := shutil.get_terminal_size().columns):
             letters = sys.stdout.encoding or "utf-8"  # Typer would write others in UTF-8
-            text = full_help(self, max(columns, LEAST_WIDTH))
+            text = full_help(self, ctx.command_path, max(columns, LEAST_WIDTH))
             formatter.write(text.encode(letters, "specdec").decode(letters))
             self.params = all_params
             return

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from commands.batch.flags import BatchDefaults, BatchFiles
+from commands.batch.lines import look_through
 from commands.options.engine_choice import EngineOptions, KVDiskOptions
 from commands.options.expand import expand_groups
 from commands.options.shared import ClusterOptions
@@ -54,6 +55,7 @@ def batch(
     choice = engine.choose(SamplingParams(), model.max_num_tokens, "leader", answers_many=True)
     choice = choice.with_disk(disk).with_pools(engine.speculation)
     choice.check_tokenizer()
+    look_through(files.input_file, job="")  # a wrong line is named before the engine is built for it
 
     from commands.batch.work import start_batch
 

@@ -1,8 +1,9 @@
 """The two files of a batch: requests and results.
 
-Requests are OpenAI's batch lines, or plain prompts. Their file is read twice, since it may be larger than the memory. A
-request's id is a digest of everything that its result depends on: the request's own fields, and the `job`, which stands
-for the model and the settings. So a result shows by its id whether it answers this request with this model.
+Requests are OpenAI's batch lines, or plain prompts. Their file is checked before the engine is built, and read again
+as requests are answered, since it may be larger than the memory. A request's id is a digest of everything that its
+result depends on: the request's own fields, and the `job`, which stands for the model and the settings. So a result
+shows by its id whether it answers this request with this model.
 
 Results are appended as they come, to a file beside the file of results (`results.jsonl.partial`); they are put in order
 when all are there. After a kill the next run takes up the partial file: its results are final, and a torn last line is

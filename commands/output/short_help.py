@@ -138,8 +138,7 @@ def short_help(command: Any, common: Iterable[str], examples: Iterable[str], wid
     name = command.name or ""
     shown = [param for param in command.params if param.name in common and not _is_hidden(param)]
     arguments = [param for param in shown if param.param_type_name == "argument"]
-    words = " ".join(_argument(param) for param in arguments)
-    lines = [f"Usage: specdec {' '.join([name, words]).strip()} [FLAGS]", ""]
+    lines = [_usage(f"specdec {name}", arguments), ""]
     lines += textwrap.wrap(_first_sentence(command.help or ""), width)
     lines += ["", *(f"  {example}" for example in examples)]
     for panel in _PANELS:
@@ -155,11 +154,12 @@ def needs_plain_help(command: Any, width: int) -> bool:
     return longest > width - _BESIDE_NAMES
 
 
-def full_help(command: Any, width: int) -> str:
+def full_help(command: Any, path: str, width: int) -> str:
     """All arguments and flags, in the order of `command.params`, for columns in which boxes have no room: the texts
-    stand below the names.
+    stand below the names. `path` is what calls the command, such as `specdec corpus merge`.
     """
-    lines = [f"Usage: specdec {command.name} [FLAGS]", ""]
+    arguments = [param for param in command.params if param.param_type_name == "argument" and not _is_hidden(param)]
+    lines = [*_broken(_usage(path, arguments), width), ""]
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
         lines += [*textwrap.wrap(" ".join(paragraph.split()), width), ""]
     for panel, params in groupby(command.params, lambda param: getattr(param, "rich_help_panel", None) or ""):
@@ -234,8 +234,16 @@ def _place(param: Any) -> int:
     return [*_PANEL_OF].index(param.name) if param.name in _PANEL_OF else len(_PANEL_OF)
 
 
+def _usage(path: str, arguments: Iterable[Any]) -> str:
+    return " ".join(["Usage:", path, *map(_argument, arguments), "[FLAGS]"])
+
+
 def _argument(param: Any) -> str:
-    return f"[{param.metavar or param.name.upper()}{' ...' if param.nargs == -1 else ''}]"
+    name = param.metavar or param.name.upper()
+    if name.startswith("["):
+        return str(name)
+    name += " ..." if param.nargs == -1 else ""
+    return name if param.required else f"[{name}]"
 
 
 def _names(param: Any) -> str:

@@ -34,7 +34,7 @@ from runtime.engine.engine import KVCacheConfig
 from runtime.llm import LLM
 from runtime.loop.compatibility import check_head_tokenizer
 from runtime.model.pretrained import parse_pretrained_config
-from runtime.text.trace_lines import Trace
+from runtime.text.trace_lines import Trace, check_trace_lines
 from runtime.text.traces import read_traces, trace_line
 from runtime.training.new_head import read_states_of
 from runtime.training.parallel_model import ParallelRun, check_has_no_states
@@ -45,6 +45,7 @@ from runtime.training.training_run import (
     Texts,
     TrainingRun,
     TrainingSettings,
+    check_num_traces,
     split_traces,
 )
 from runtime.util.digests import digest, file_digest
@@ -73,6 +74,8 @@ def start_training(
     prompts: list[Prompt],
     output: Output,
 ) -> None:
+    num_given = len(prompts) + sum(check_trace_lines(path)[0] for path in inputs.traces or [])
+    check_num_traces(num_given, options.max_text_len)  # not found out when all prompts were answered
     directory, made_directory = results.working_dir, not results.working_dir.exists()
     if isinstance(given, HeadConfig) and given.kind == "mtp":  # not found out when all answers were given
         check_mtp_is_trained(given)

@@ -107,6 +107,15 @@ Progress = Callable[[int, str], None]
 """Function that is called with the number of further items done, such as tokens or texts, and a remark."""
 
 
+def check_num_traces(num_traces: int, max_len: int) -> None:
+    """SpecDecError for too few traces."""
+    if num_traces < MIN_TRACES:
+        raise SpecDecError(
+            f"there are too few traces to train with, at least {MIN_TRACES} of at most {max_len} tokens: {num_traces}",
+            hint="give more traces, or longer traces; about 1,000 answers are a start",
+        )
+
+
 def split_traces(traces: Seq[Trace], max_len: int, held_out: Seq[Trace] | None) -> tuple[Texts, int]:
     """Texts cut to `max_len` tokens, those to learn from and those held out, and the number of texts left out because
     fewer than three output tokens remain. Without `held_out` one text in ten is held out, of fewer than 20 texts one in
@@ -114,11 +123,7 @@ def split_traces(traces: Seq[Trace], max_len: int, held_out: Seq[Trace] | None) 
     """
     kept = [_cut(trace, max_len) for trace in traces]
     usable = [trace for trace in kept if _is_usable(trace)]
-    if len(usable) < MIN_TRACES:
-        raise SpecDecError(
-            f"there are too few traces to train with, at least {MIN_TRACES} of at most {max_len} tokens: {len(usable)}",
-            hint="give more traces, or longer traces; about 1,000 answers are a start",
-        )
+    check_num_traces(len(usable), max_len)
     left_out = len(traces) - len(usable)
     if held_out is None:
         every = 10 if len(usable) >= 20 else 4

@@ -158,6 +158,7 @@ ERRORS: dict[str, tuple[list[object], int, list[str]]] = {
     "something there": (["--output-dir", "full"], 1, ["not empty: full"]),
     "no head": (["--draft-model-dir", "full"], 1, ["full"]),
     "self-draft": (["--self-draft", "int4"], 2, ["`--self-draft`"]),
+    "too few prompts": (["--input-file", "few.jsonl"], 1, ["at least 8", "4"]),
 }
 
 
@@ -168,6 +169,7 @@ def test_errors_leave_nothing(case: str, train: Callable[..., Result], directory
     traces["others"] = [TRACE | {"output_ids": [(7 * i + n) % 300 for i in range(30)]} for n in range(12)]
     for name, lines in traces.items():
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "few.jsonl").write_text("".join((directory / "prompts.jsonl").read_text().splitlines(True)[:4]))
     (directory / "full").mkdir()
     (directory / "full/config.json").write_text("{}")
     before = tree(directory)

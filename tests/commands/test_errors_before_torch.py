@@ -57,6 +57,7 @@ CASES: dict[str, str] = {
     RUN + "--profile notes.txt": "notes.txt",
     RUN + "--output-csv none/out.csv": "none/out.csv",
     "run --engine-dir engine --input-file empty": "empty",
+    "batch model -i notes.txt -o out.jsonl": "notes.txt",
     "chat --engine-dir none": "none",
     "summarize --model-dir ./none --test-engine": "./none",
     "summarize --engine-dir engine --test-engine --dataset none.jsonl": "none.jsonl",

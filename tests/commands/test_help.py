@@ -72,6 +72,23 @@ def test_help_fits_a_narrow_terminal(width: int, specdec: Specdec, monkeypatch: 
             assert "".join(shown.replace(" \\\n", " ").split()) == "".join(wide.split())
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("run", "[MODEL] [PROMPT ...] [FLAGS]"),
+        ("corpus merge", "FILE ... [FLAGS]"),
+        ("compare", "A.json B.json [FLAGS]"),
+        ("corpus create", "[FLAGS]"),
+    ],
+)
+def test_usage_in_a_narrow_terminal_has_the_arguments(
+    command: str, usage: str, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the whole name of the command."""
+    monkeypatch.setenv("COLUMNS", "50")
+    assert specdec(*command.split(), all_help(command)).stdout.splitlines()[0] == f"Usage: specdec {command} {usage}"
+
+
 @pytest.mark.parametrize("command", LONG)
 def test_help_shows_the_common_flags_and_how_to_see_all(
     command: str, specdec: Specdec, monkeypatch: pytest.MonkeyPatch
