@@ -302,6 +302,7 @@ def test_a_line_without_an_end_is_refused_at_once(batch: Batch, tmp_path: Path, 
         (["-o", "none/results.jsonl"], 1, ""),
         (["-i", "none"], 1, ""),
         (["-i", "/dev/null"], 1, ""),
+        (["--thinking-token-budget", "3"], 2, ""),
     ],
 )
 def test_wrong_usage_is_told(

@@ -103,6 +103,8 @@ def test_a_model_without_thinking_says_so_and_claude_code_is_answered(make_serve
             assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(named)))
     with pytest.raises(UsageError, match="there is no thinking to limit"):
         served.llm.generate("a", SamplingParams(thinking_token_budget=3))
+    with pytest.raises(UsageError, match="there is no thinking to limit"):
+        make_served(thinking_token_budget=3)
     with pytest.raises(UsageError, match="thinking_token_budget must be a number of at least 0: -1"):
         SamplingParams(thinking_token_budget=-1)
     thinking = {"type": "enabled", "budget_tokens": 1024}
