@@ -124,7 +124,7 @@ def with_size(logits: Tensor, vocab_size: int) -> Tensor:
 _MEMORY = 0.98
 
 
-class SelfDraft:
+class SelfDraftModel:
     """Drafts of the target's copy; fields as in `DraftModel`. With a `confidence_stop` a draft may end earlier."""
 
     def __init__(self, engine: Engine, *, use_logits: bool, confidence_stop: ConfidenceStop | None = None) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from runtime.checkpoint.costs import CostModel
     from runtime.drafters.answer_lookup import Answers
     from runtime.drafters.custom import GuardedDrafter
-    from runtime.drafters.draft_target import DraftModel, SelfDraft
+    from runtime.drafters.draft_target import DraftModel, SelfDraftModel
     from runtime.drafters.head_draft import HeadDraft
     from runtime.drafters.heads.head_config import HeadConfig
 
@@ -34,7 +34,7 @@ class OpenDrafter:
     """Longest draft; None for as long as the engine takes."""
     pools: "Seq[NgramPool | Answers]" = field(default_factory=list)
     draft_model: "DraftModel | None" = None
-    self_draft: "SelfDraft | None" = None
+    self_draft: "SelfDraftModel | None" = None
     head_draft: "HeadDraft | None" = None
     guarded: "list[GuardedDrafter]" = field(default_factory=list)
     owner_pools: OwnerPools | None = None
@@ -45,7 +45,7 @@ class OpenDrafter:
         return bool(self._models)
 
     @property
-    def _models(self) -> "list[DraftModel | SelfDraft | HeadDraft]":
+    def _models(self) -> "list[DraftModel | SelfDraftModel | HeadDraft]":
         return [model for model in (self.draft_model, self.self_draft, self.head_draft) if model is not None]
 
     @property

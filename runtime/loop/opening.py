@@ -18,7 +18,7 @@ from runtime.drafters.answer_lookup import Answers, AnswersFirst
 from runtime.drafters.chain import BestOf, DraftingModel
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import GuardedDrafter
-from runtime.drafters.draft_target import DraftModel, SelfDraft
+from runtime.drafters.draft_target import DraftModel, SelfDraftModel
 from runtime.drafters.opened import BoundedDrafter, DraftModelSettings, ModelSettings, OpenDrafter, adapted
 from runtime.drafters.owner_pools import OwnerPools
 from runtime.drafters.parallel import ParallelDraftModel
@@ -112,7 +112,7 @@ class Opening:
             copy_s = _pass_s(config.self_draft_costs, config.host_s)
             confidence_stop = ConfidenceStop(self.costs.iteration_s, copy_s)
         self._warn_of_missing_ends(self.engine.draft_ids)
-        copy = SelfDraft(self.engine, use_logits=settings.use_logits, confidence_stop=confidence_stop)
+        copy = SelfDraftModel(self.engine, use_logits=settings.use_logits, confidence_stop=confidence_stop)
         return OpenDrafter(self.adapted(copy, copy_s), settings.max_draft_len, self_draft=copy)
 
     def head(self, config: "HeadConfig", settings: ModelSettings) -> OpenDrafter:

@@ -25,7 +25,7 @@ from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import guarded_drafter
-from runtime.drafters.draft_target import DraftModel, SelfDraft
+from runtime.drafters.draft_target import DraftModel, SelfDraftModel
 from runtime.drafters.ngram import CorpusLookup, NgramLookup
 from runtime.drafters.ngram_pool import NgramPool
 from runtime.drafters.protocol import Drafter, check_request
@@ -254,16 +254,16 @@ class Case:
         use_logits = self.drafter_name == "draft model by logits" or self.random.random() < 0.3
         return DraftModel(self.draft_engine, VOCAB_SIZE, use_logits=use_logits)
 
-    def _self_draft(self) -> SelfDraft:
+    def _self_draft(self) -> SelfDraftModel:
         use_logits = self.drafter_name == "self by logits" or self.random.random() < 0.3
         confidence_stop = (
             ConfidenceStop(self._iteration_s(), lambda batch_size, context_len: 0.1)
             if self.random.random() < 0.4
             else None
         )
-        return SelfDraft(self.engine, use_logits=use_logits, confidence_stop=confidence_stop)
+        return SelfDraftModel(self.engine, use_logits=use_logits, confidence_stop=confidence_stop)
 
-    def _choosing(self, lookup: Drafter, drafter: Drafter, copy: SelfDraft | None) -> Drafter:
+    def _choosing(self, lookup: Drafter, drafter: Drafter, copy: SelfDraftModel | None) -> Drafter:
         """Choose between a lookup and a model's drafts, which are now and then better, and now and then worse."""
         share = self.random.random()
         model = DraftingModel(drafter, self.random.randint(1, 8), lambda batch, context: share, copy)

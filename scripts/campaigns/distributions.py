@@ -30,7 +30,7 @@ from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.custom import guarded_drafter
-from runtime.drafters.draft_target import DraftModel, SelfDraft
+from runtime.drafters.draft_target import DraftModel, SelfDraftModel
 from runtime.drafters.ngram import CorpusLookup, NgramLookup
 from runtime.drafters.ngram_pool import NgramPool
 from runtime.drafters.parallel import ParallelDraftModel
@@ -124,10 +124,10 @@ def make_drafter(name: str, corpus: Corpus, engine: Engine) -> Drafter | None:
         "draft model": draft_model,
         "draft model by logits": draft_model,
         "chain": FirstOf([NgramLookup(4, min_matching_ngram_size=3), draft_model]),
-        "self": SelfDraft(engine, use_logits=False),
-        "self by logits": SelfDraft(engine, use_logits=True),
-        "chain with self": _choosing(SelfDraft(engine, use_logits=True)),
-        "self by confidence_stop": SelfDraft(
+        "self": SelfDraftModel(engine, use_logits=False),
+        "self by logits": SelfDraftModel(engine, use_logits=True),
+        "chain with self": _choosing(SelfDraftModel(engine, use_logits=True)),
+        "self by confidence_stop": SelfDraftModel(
             engine, use_logits=True, confidence_stop=ConfidenceStop(worst_cost, lambda *place: 0.3)
         ),
         "parallel": _parallel(use_logits=False),
@@ -147,14 +147,14 @@ def _parallel(confidence_stop: ConfidenceStop | None = None, *, use_logits: bool
     return model
 
 
-def _choosing(own: SelfDraft) -> Drafter:
+def _choosing(own: SelfDraftModel) -> Drafter:
     """Sends lookups as they are now, and has the copy look at them then."""
     model = DraftingModel(own, 3, lambda batch, context: 0.3, own)
     return BestOf([NgramLookup(4)], [model], lambda batch, context, draft_len: 1.0, VOCAB_SIZE)
 
 
 def adapted(drafter: Drafter) -> Drafter:
-    asks_for_what_pays = isinstance(drafter, DraftModel | SelfDraft)
+    asks_for_what_pays = isinstance(drafter, DraftModel | SelfDraftModel)
     return AdaptiveDrafter(drafter, worst_cost, (lambda batch, context: 0.0) if asks_for_what_pays else None)
 
 

@@ -45,11 +45,10 @@ from transformers.utils import logging as transformers_logging
 
 from runtime.builder.build import BuildEffort, build_engine
 from runtime.builder.convert import convert
-from runtime.checkpoint.config import BuildConfig, Compiler, Dtype, QuantConfig, QuantFormat
-from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
+from runtime.checkpoint.config import BuildConfig, Compiler, Dtype, QuantConfig, QuantFormat, SelfDraft
 from runtime.core.request import Request
 from runtime.core.request import Sequence as Generated
-from runtime.drafters.draft_target import SelfDraft
+from runtime.drafters.draft_target import SelfDraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine, KVCacheConfig
@@ -279,7 +278,7 @@ def make_engine(
     work_dir: Path,
     device: torch.device,
     compiler: Compiler = "none",
-    self_draft: SelfDraftConfig | None = None,
+    self_draft: SelfDraft | None = None,
     precision: QuantConfig | None = None,
     dtype: Dtype = "float32",
 ) -> Engine:
@@ -486,9 +485,9 @@ def _same_bits_of(model_dir: Path) -> str:
 
 
 def _drafting_for_itself(model_dir: Path, expected: list[list[int]]) -> str:
-    copy = SelfDraftConfig("int4", None)
+    copy = SelfDraft("int4", None)
     with make_engine(model_dir, model_dir.parent, CPU, self_draft=copy) as engine:
-        for sequences in answers(engine, SelfDraft(engine, use_logits=False)):
+        for sequences in answers(engine, SelfDraftModel(engine, use_logits=False)):
             assert [one.output_tokens for one in sequences] == expected, "other tokens with its copy"
     return "yes"
 

@@ -22,7 +22,7 @@ from runtime.drafters.adaptive import _Prices, allocate
 from runtime.drafters.chain import BestOf, FirstOf, LongestMatch
 from runtime.drafters.confidence_stop import ConfidenceStop
 from runtime.drafters.draft_state import DraftState
-from runtime.drafters.draft_target import DraftModel, SelfDraft
+from runtime.drafters.draft_target import DraftModel, SelfDraftModel
 from runtime.drafters.meter import Meter
 from runtime.drafters.prediction import CopiedTexts, PredictionLookup
 from runtime.engine.engine import KVCacheConfig
@@ -187,7 +187,7 @@ def test_suggestions_change_no_draft_and_leave_room_for_it(seed: int, temperatur
     drafts = []
     for suggests in (False, True):
         engine = engine_of(TARGET, max_draft_len, max_tokens=len(prompt) + max_draft_len + 8)
-        drafter = SelfDraft(engine, use_logits=False)
+        drafter = SelfDraftModel(engine, use_logits=False)
         request = Request(0, prompt, max_draft_len + 1, sampling=SamplingConfig(temperature=temperature, top_k=0))
         sequence = Sequence.start(request)
         assert engine.admit(sequence)

@@ -28,7 +28,7 @@ from runtime.core.batch import generation_row
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, Request, Sequence
 from runtime.core.stats import LoopTimes
-from runtime.drafters.draft_target import DraftModel, SelfDraft
+from runtime.drafters.draft_target import DraftModel, SelfDraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import KVCacheConfig
@@ -498,7 +498,7 @@ def test_totals_of_a_server_are_sums_of_its_answers(seed: int) -> None:
     requests = requests_of(draw, draw.randrange(3, 9))
     engine = engine_of(int(enough_for(requests) * draw.choice([1, 1.5, 3])))
     watch = Watch(engine)
-    with serving(engine, SelfDraft(engine, use_logits=False) if seed % 2 else NgramLookup(2)) as loop:
+    with serving(engine, SelfDraftModel(engine, use_logits=False) if seed % 2 else NgramLookup(2)) as loop:
         ways = draw.choices(["default", "own", "none"], k=len(requests))
         asked = [
             ServeRequest(one, drafts_by_default=way == "default", drafter=Always() if way == "own" else None)

@@ -10,13 +10,13 @@ from drafting import LOOPS, Recorded, run
 from tiny import VOCAB_SIZE, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
+from runtime.checkpoint.config import SelfDraft
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Draft, Request, Sequence
 from runtime.drafters.adaptive import AdaptiveDrafter
 from runtime.drafters.chain import BestOf, DraftingModel, FirstOf
 from runtime.drafters.confidence_stop import ConfidenceStop
-from runtime.drafters.draft_target import SelfDraft
+from runtime.drafters.draft_target import SelfDraftModel
 from runtime.drafters.opened import BoundedDrafter
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine
@@ -33,7 +33,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine_dir(model: PreTrainedModel, make_engine_dir: Any) -> Path:
-    directory: Path = make_engine_dir(model, self_draft=SelfDraftConfig("int8"), compiler="aot")
+    directory: Path = make_engine_dir(model, self_draft=SelfDraft("int8"), compiler="aot")
     return directory
 
 
@@ -63,7 +63,7 @@ class Guesser:
         """Nothing is kept."""
 
 
-def choosing(lookup: Drafter, drafter: SelfDraft, own_s: float, counted: Drafter | None = None) -> BestOf:
+def choosing(lookup: Drafter, drafter: SelfDraftModel, own_s: float, counted: Drafter | None = None) -> BestOf:
     """Choose between a lookup and the copy: a step of the target takes a second, and one of the copy's `own_s`."""
     model = DraftingModel(counted or drafter, DRAFT_LEN, lambda batch, context: own_s, drafter)
     return BestOf([lookup], [model], lambda batch, context, draft_len: 1 + 0.05 * draft_len, VOCAB_SIZE)
@@ -101,7 +101,7 @@ def test_suggestions_change_no_draft_and_save_steps(
     num_right: int, use_logits: bool, engine: Engine, model: PreTrainedModel, count_copy: list[int]
 ) -> None:
     """A suggestion's right tokens are computed by the copy in one step; its draft is what it is without."""
-    drafter = SelfDraft(engine, use_logits=use_logits)
+    drafter = SelfDraftModel(engine, use_logits=use_logits)
     (sequence,) = [Sequence.start(make_requests(SAMPLED if use_logits else SamplingConfig())[2])]
     sequence.tokens.append(7)  # its output has begun
     assert engine.admit(sequence)
@@ -121,7 +121,7 @@ def test_suggestions_change_no_draft_and_save_steps(
 
 def test_the_copy_asks_again_before_each_of_its_steps(engine: Engine, count_copy: list[int]) -> None:
     """Suggestions go wrong after two tokens, and are right again from where the copy then is."""
-    drafter = SelfDraft(engine, use_logits=False)
+    drafter = SelfDraftModel(engine, use_logits=False)
     (sequence,) = [Sequence.start(make_requests()[2])]
     assert engine.admit(sequence)
     engine.compute_context(sequence, len(sequence.tokens) - 1)
@@ -166,7 +166,9 @@ def test_lookups_in_the_midst_of_a_draft_save_the_copy_steps(
         lookup = AdaptiveDrafter(FirstOf([short]), lambda batch, context, draft_len: 1.0)
         engine.clear_cache()
         count_copy.clear()
-        sequences = answer(engine, loop, make_requests(), choosing(lookup, SelfDraft(engine, use_logits=False), 0.0))
+        sequences = answer(
+            engine, loop, make_requests(), choosing(lookup, SelfDraftModel(engine, use_logits=False), 0.0)
+        )
         assert {s.request.id: s.output_tokens for s in sequences} == texts
         counts.append(len(count_copy))
     assert counts[0] < 0.7 * counts[1]
@@ -174,7 +176,7 @@ def test_lookups_in_the_midst_of_a_draft_save_the_copy_steps(
 
 def test_a_lookup_that_is_always_right_is_sent_as_it_is(engine: Engine, model: PreTrainedModel) -> None:
     """However short its match: after a few times it is known what such matches are worth."""
-    drafter = SelfDraft(engine, use_logits=False)
+    drafter = SelfDraftModel(engine, use_logits=False)
     counted = Recorded(drafter)
     chain = choosing(Guesser(texts_of(model), 9, match_len=1), drafter, 0.2, counted)
     sequences = answer(engine, "orchestrator", make_requests(), chain)
@@ -187,7 +189,7 @@ def test_a_lookup_that_is_always_wrong_is_soon_left_to_the_copy(
     match_len: int, most: int, engine: Engine, model: PreTrainedModel
 ) -> None:
     """A long match is trusted at first, and a short one is not."""
-    drafter = SelfDraft(engine, use_logits=False)
+    drafter = SelfDraftModel(engine, use_logits=False)
     chain = choosing(Guesser(texts_of(model), 0, match_len), drafter, 0.05)
     sequences = answer(engine, "orchestrator", make_requests()[4:], chain)
     assert {s.request.id: s.output_tokens for s in sequences} == {4: texts_of(model)[4]}
@@ -253,14 +255,14 @@ def test_drafts_end_where_the_copy_is_not_sure_enough(
 ) -> None:
     """The dearer a token, the sooner; where tokens cost nothing, drafts have their full length."""
     confidence_stop = ConfidenceStop(lambda b, c, n: 1 + token_s * n * b, lambda b, c: draft_s)
-    drafter = SelfDraft(engine, use_logits=False, confidence_stop=confidence_stop)
+    drafter = SelfDraftModel(engine, use_logits=False, confidence_stop=confidence_stop)
     sequences = answer(engine, "orchestrator", make_requests(), drafter)
     assert {s.request.id: s.output_tokens for s in sequences} == texts_of(model)
     drafted = sum(s.stats.num_draft_tokens for s in sequences)
     spec_steps = sum(s.stats.num_spec_steps for s in sequences)
     if draft_s == 0:
         engine.clear_cache()
-        plain = answer(engine, "orchestrator", make_requests(), SelfDraft(engine, use_logits=False))
+        plain = answer(engine, "orchestrator", make_requests(), SelfDraftModel(engine, use_logits=False))
         assert drafted == sum(s.stats.num_draft_tokens for s in plain)
     elif draft_s == 0.3:
         assert 1 < drafted / spec_steps < DRAFT_LEN - 1

@@ -14,12 +14,11 @@ from tiny import hf_greedy, make_model, repetitive_prompt
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from runtime.checkpoint.config import DraftOutput
-from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
+from runtime.checkpoint.config import DraftOutput, SelfDraft
 from runtime.core.batch import generation_row
 from runtime.core.params import SamplingConfig
 from runtime.core.request import Request, Sequence
-from runtime.drafters.draft_target import SelfDraft
+from runtime.drafters.draft_target import SelfDraftModel
 from runtime.engine.draft_vocab import among_all
 from runtime.engine.engine import Engine
 
@@ -36,7 +35,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine_dir(model: PreTrainedModel, make_engine_dir: Any) -> Path:
-    directory: Path = make_engine_dir(model, self_draft=SelfDraftConfig("int4"), compiler="aot")
+    directory: Path = make_engine_dir(model, self_draft=SelfDraft("int4"), compiler="aot")
     return directory
 
 
@@ -49,7 +48,7 @@ def engine(engine_dir: Path) -> Iterator[Engine]:
 @pytest.fixture(params=["int4"])
 def uncompiled(request: pytest.FixtureRequest, model: PreTrainedModel, make_engine: Any) -> Engine:
     """An engine whose copy's weights can be seen and changed."""
-    made: Engine = make_engine(model, self_draft=SelfDraftConfig(request.param))
+    made: Engine = make_engine(model, self_draft=SelfDraft(request.param))
     return made
 
 
@@ -70,8 +69,8 @@ def num_drafted(sequences: list[Sequence]) -> int:
 def test_families(family: str, make_engine: Any) -> None:
     """Sliding windows, norms of their own, experts in one piece, which stay as they are, transposed weights."""
     model = make_model(family)
-    engine: Engine = make_engine(model, self_draft=SelfDraftConfig("int8", 16))
-    sequences = answer(engine, make_requests()[::2], SelfDraft(engine, use_logits=False))
+    engine: Engine = make_engine(model, self_draft=SelfDraft("int8", 16))
+    sequences = answer(engine, make_requests()[::2], SelfDraftModel(engine, use_logits=False))
     assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS[::2]]
     assert sum(sequence.stats.num_accepted_draft_tokens for sequence in sequences) > 0
 
@@ -81,9 +80,9 @@ IDS = tuple(i for i in range(32) if i % 4)
 
 def test_output_layer_of_its_own(model: PreTrainedModel, make_engine: Any) -> None:
     """Logits are those of the copy with the target's output layer, of the ids that it drafts; of others it has none."""
-    copies = {"self_draft": SelfDraftConfig("int8")}
+    copies = {"self_draft": SelfDraft("int8")}
     engine: Engine = make_engine(model, **copies, draft_output=DraftOutput("int8", len(IDS)), draft_ids=IDS)
-    sequences = answer(engine, make_requests(), SelfDraft(engine, use_logits=False))
+    sequences = answer(engine, make_requests(), SelfDraftModel(engine, use_logits=False))
     assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
     assert sum(sequence.stats.num_accepted_draft_tokens for sequence in sequences) > 0
     found = []
@@ -102,8 +101,8 @@ def test_output_layer_of_its_own(model: PreTrainedModel, make_engine: Any) -> No
 
 
 def test_output_of_16_bits_is_that_without_drafts(model: PreTrainedModel, make_engine: Any) -> None:
-    engine = make_engine(model, dtype="bfloat16", self_draft=SelfDraftConfig("int4"))
-    drafted = answer(engine, make_requests(), SelfDraft(engine, use_logits=False))
+    engine = make_engine(model, dtype="bfloat16", self_draft=SelfDraft("int4"))
+    drafted = answer(engine, make_requests(), SelfDraftModel(engine, use_logits=False))
     engine.clear_cache()
     assert outputs(drafted) == outputs(answer(engine, make_requests(), None))
     assert sum(sequence.stats.num_accepted_draft_tokens for sequence in drafted) > 0
@@ -120,7 +119,7 @@ def test_the_copy_computes_no_prompt(engine: Engine) -> None:
         return copy_step(input_ids, *others)
 
     engine._copy_step = watched
-    sequences = answer(engine, make_requests(), SelfDraft(engine, use_logits=False))
+    sequences = answer(engine, make_requests(), SelfDraftModel(engine, use_logits=False))
     assert {num_tokens for _, num_tokens in sizes} == {1}
     assert max(batch_size for batch_size, _ in sizes) == engine.max_batch_size
     assert sum(batch_size for batch_size, _ in sizes) == num_drafted(sequences)
@@ -128,7 +127,7 @@ def test_the_copy_computes_no_prompt(engine: Engine) -> None:
 
 def test_nothing_of_the_copys_is_found_again(engine: Engine, model: PreTrainedModel) -> None:
     """The next request continues what the first has generated: all of it is found, and none of it is quantized."""
-    (first,) = answer(engine, make_requests()[:1], SelfDraft(engine, use_logits=False))
+    (first,) = answer(engine, make_requests()[:1], SelfDraftModel(engine, use_logits=False))
     engine_plain = outputs(answer(engine, [Request(1, tuple(first.tokens), NUM_NEW_TOKENS)], None))
     assert engine_plain == [hf_greedy(model, first.tokens, NUM_NEW_TOKENS)]
     blocks = _published(engine)
@@ -158,7 +157,7 @@ def test_a_copy_of_nan_changes_nothing(poisoned: str, uncompiled: Engine, model:
             return logits
 
         engine._copy_step = poisoning
-    sequences = answer(engine, make_requests(), SelfDraft(engine, use_logits=False))
+    sequences = answer(engine, make_requests(), SelfDraftModel(engine, use_logits=False))
     assert outputs(sequences) == [hf_greedy(model, list(prompt), NUM_NEW_TOKENS) for prompt in PROMPTS]
     assert (num_drafted(sequences) > 0) == (poisoned != "weights")
 

@@ -161,7 +161,7 @@ def test_a_copy_that_drafts_changes_no_bit(engines: list[Engine], alone: Any) ->
     expected = [alone(tokens, 30) for tokens in prompts]
     engine.clear_cache()
     requests = [Request(i, tokens, 30, keep_logits=True) for i, tokens in enumerate(prompts)]
-    drafter = drafting.SelfDraft(engine, use_logits=False)
+    drafter = drafting.SelfDraftModel(engine, use_logits=False)
     done = {s.request.id: s for s, _ in scheduler.generate(engine, requests, drafter) if s.finish_reason}
     for i, (output, logits) in enumerate(expected):
         assert done[i].output_tokens == output

@@ -12,11 +12,10 @@ from tiny import eager_logits, hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
 from runtime.checkpoint.bundle import read_engine_config
-from runtime.checkpoint.config import BuildConfig
-from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
+from runtime.checkpoint.config import BuildConfig, SelfDraft
 from runtime.core.request import Request, Sequence
 from runtime.core.states import num_rolled_back
-from runtime.drafters.draft_target import DraftModel, SelfDraft
+from runtime.drafters.draft_target import DraftModel, SelfDraftModel
 from runtime.drafters.ngram import NgramLookup
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
@@ -32,7 +31,7 @@ SLOW = (
 DRAFTERS: dict[str, Callable[[Engine], Any]] = {
     "plain": lambda engine: None,
     "ngram": lambda engine: NgramLookup(2),
-    "self-draft": lambda engine: SelfDraft(engine, use_logits=False),
+    "self-draft": lambda engine: SelfDraftModel(engine, use_logits=False),
 }
 
 
@@ -72,7 +71,7 @@ def test_bits_are_the_same_whatever_drafts_are_beside_and_fits(of_each_kind: Pre
     num_reused = num_accepted = 0
     for max_tokens in (None, 200):
         engine = make_engine(
-            of_each_kind, KVCacheConfig(max_tokens=max_tokens), compiler="aot", self_draft=SelfDraftConfig("int8")
+            of_each_kind, KVCacheConfig(max_tokens=max_tokens), compiler="aot", self_draft=SelfDraft("int8")
         )
         assert engine.config.batch_invariant and engine.config.why_whole is None
         for loop in ("orchestrator", "leader"):

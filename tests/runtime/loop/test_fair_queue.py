@@ -14,10 +14,10 @@ from strength import draws
 from tiny import hf_greedy, make_model, repetitive_prompt
 from transformers import PreTrainedModel
 
-from runtime.checkpoint.config import SelfDraft as SelfDraftConfig
+from runtime.checkpoint.config import SelfDraft
 from runtime.core.batch import Row
 from runtime.core.request import Request, Sequence
-from runtime.drafters.draft_target import SelfDraft
+from runtime.drafters.draft_target import SelfDraftModel
 from runtime.drafters.protocol import Drafter
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop.prefill_chunks import ChunkSizes
@@ -249,8 +249,8 @@ def test_turns_of_a_model_with_states_and_with_drafts(make_engine: Any, monkeypa
     """States stay with a sequence that made room, or are computed again."""
     monkeypatch.setattr("runtime.loop.fair_queue._PATIENCE", 3)
     model, cache = make_model("lfm2"), KVCacheConfig(max_tokens=120)
-    engine = make_engine(model, cache, compiler="none", self_draft=SelfDraftConfig("int8"))
-    loop = Loop(engine, drafter=SelfDraft(engine, use_logits=False))
+    engine = make_engine(model, cache, compiler="none", self_draft=SelfDraft("int8"))
+    loop = Loop(engine, drafter=SelfDraftModel(engine, use_logits=False))
     sequences = []
     for i, client in enumerate("aaaabcdefaab"):
         sequences.append(loop.add(client, num_prompt=20 + i, num_new=12, prompt=i % 5, priority=i % 3))
