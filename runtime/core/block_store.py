@@ -90,7 +90,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRecords:
     """Records that hold a sequence's first tokens, and records with states after some of these tokens."""
 
     records: list[Record]
@@ -382,7 +382,7 @@ class BlockStore:
             )
         return self.owner(engine, salt)
 
-    def find(self, owner: Owner, tokens: Seq[int], block_size: int, *, with_states: bool = False) -> Found:
+    def find(self, owner: Owner, tokens: Seq[int], block_size: int, *, with_states: bool = False) -> FoundRecords:
         """Records of the first of these tokens: whole blocks, then the block that shares most first tokens with the
         rest. `with_states`: also records with states, after any number of these tokens.
         """
@@ -399,7 +399,7 @@ class BlockStore:
                     break
                 parent, path = block, zlib.crc32(wanted, path)
                 records.append(Record(block, start, start + block_size, path, True))
-        return Found(records, states)
+        return FoundRecords(records, states)
 
     def _id_of(self, owner: Owner, parent: int, tokens: bytes) -> int | None:
         row = self._db.execute(

@@ -73,7 +73,7 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundState:
     """A kept state of a sequence's first `num_tokens` tokens; 0 stands for no state."""
 
     slot: int
@@ -100,21 +100,21 @@ class StateManager:
         """True if running sequences hold all slots."""
         return not self._free and not self._kept
 
-    def find(self, sequence: Sequence, most: int) -> Found | None:
+    def find(self, sequence: Sequence, most: int) -> FoundState | None:
         """The kept state of the most tokens, up to `most`; None if running sequences hold all slots."""
         if self.is_full:
             self.count(num_waits=1)
             return None
-        best = Found(NULL_SLOT, 0)
+        best = FoundState(NULL_SLOT, 0)
         for slot, kept in reversed(self._kept.items()):
             if kept.salt != sequence.request.cache_salt:
                 continue
             num_tokens = kept.match_len(sequence.tokens, most)
             if num_tokens > best.num_tokens:
-                best = Found(slot, num_tokens)
+                best = FoundState(slot, num_tokens)
         return best
 
-    def admit(self, sequence: Sequence, found: Found) -> PoolCopy | None:
+    def admit(self, sequence: Sequence, found: FoundState) -> PoolCopy | None:
         """Give the sequence a slot, with the state that was just found. Returns the copy to make, or None. A sequence
         that was released before its end gets its own slot back; a state that others may need is copied to a free slot.
         """
@@ -258,7 +258,7 @@ class States:
         self.pools_of_ranks = list[Tensor]()
         """Pools of the other ranks of a split engine, if their memory is in this process."""
 
-    def admit(self, sequence: Sequence, found: Found) -> None:
+    def admit(self, sequence: Sequence, found: FoundState) -> None:
         """Give the sequence a slot, with the state that was found."""
         self._copy(self.manager.admit(sequence, found))
         is_prompt, is_miss = not sequence.num_generated, sequence.shared_len > 0

@@ -32,7 +32,17 @@ from torch import Tensor
 
 from runtime.checkpoint.build_code import digests_of_build_code
 from runtime.checkpoint.config import EngineConfig, as_json
-from runtime.core.block_store import STATE, BlockStore, Bytes, Damaged, Found, Owner, Record, Unwritable, as_bytes
+from runtime.core.block_store import (
+    STATE,
+    BlockStore,
+    Bytes,
+    Damaged,
+    FoundRecords,
+    Owner,
+    Record,
+    Unwritable,
+    as_bytes,
+)
 from runtime.core.kv_cache import BlockManager, CachedBlock, KVPool
 from runtime.core.old_answers import Answer
 from runtime.core.request import Sequence
@@ -288,7 +298,7 @@ class KVDisk:
         if not self.rates.reading_pays():
             return
 
-        def find(reader: BlockStore) -> Found:
+        def find(reader: BlockStore) -> FoundRecords:
             owner = reader.owner(self.digest, sequence.request.cache_salt)
             return reader.find(owner, sequence.tokens[:most], self._block_size, with_states=self._states is not None)
 
