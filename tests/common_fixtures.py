@@ -3,12 +3,13 @@
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer.main
 from byte_tokenizers import trained_on
 from clocks import WorkClock, install
 from filelock import FileLock
@@ -19,6 +20,7 @@ from tiny import make_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from commands.options.expand import CURRENT_COMMAND
+from runtime.builder import engine_cache
 from runtime.builder.convert import convert
 from runtime.checkpoint.config import SelfDraft
 from runtime.engine import rank_processes
@@ -71,6 +73,22 @@ def no_waits_for_the_disk() -> Iterator[None]:
     """Write files without `fsync`: other processes see them whole, and no test cuts the power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # `fstat` too fails for a number that is no open file
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_made_once() -> Iterator[None]:
+    """Typer makes all commands anew in every call of `main`: a process calls it once, and these tests thousands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sources_read_once() -> Iterator[None]:
+    """The sources stay as they are: each command that makes an engine would read them all for the engine's place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_cache, "digests_of_build_code", cache(engine_cache.digests_of_build_code))
         yield
 
 

@@ -1,6 +1,5 @@
 """The command line called in this process and as a process of its own, draft models, and a dataset for `summarize`."""
 
-import functools
 import json
 import os
 import signal
@@ -24,14 +23,6 @@ from waiting import HANG_S
 
 import specdec_cli.app
 from specdec_cli.app import main
-
-
-@pytest.fixture(scope="session", autouse=True)
-def commands_made_once() -> Iterator[None]:
-    """Typer makes all commands anew in every call of `main`: a process calls it once, and these tests thousands."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
-        yield
 
 
 def command_of(arguments: tuple[object, ...]) -> str:
