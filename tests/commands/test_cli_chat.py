@@ -76,6 +76,14 @@ def test_every_turn_is_hugging_faces(
         text = text[text.index(part) + len(part) :]
 
 
+def test_an_answer_of_one_token_has_no_time_of_further_tokens(
+    specdec: Specdec, engine_dir: Path, type_lines: TypeLines
+) -> None:
+    type_lines("The dog", "/stats")
+    shown = specdec("chat", engine_dir, *FLAGS, "--max-output-len", 1).stdout
+    assert re.search(r"1 tokens? in 1 steps?, .*; first token after [\d.,]+ ms; ", shown), shown
+
+
 def test_a_conversation_is_continued_with_its_keys_and_values(
     specdec: Specdec, engine_dir: Path, type_lines: TypeLines, tmp_path: Path, said: Said
 ) -> None:
