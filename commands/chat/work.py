@@ -1,5 +1,6 @@
 """Work of `chat` with a session: reads what the user says, streams the answers, remembers both."""
 
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -331,6 +332,8 @@ class _MarkedStream:
 def lines_of_user() -> Iterator[str]:
     """Lines typed by the user, with editing and history on a terminal; Ctrl-C discards the line, Ctrl-D ends."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="strict")  # the locale C would have bytes pass as halves of characters
         try:
             yield from sys.stdin
         except UnicodeDecodeError as error:
