@@ -1,5 +1,6 @@
 """Work of `chat` with a session: reads what the user says, streams the answers, remembers both."""
 
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -265,11 +266,12 @@ class Conversation:
         if self.last is None or self.last.stats.ttft_s is None:
             return "nothing was answered yet"
         stats = self.last.stats
+        then = "" if stats.tpot_s is None else f", then {milliseconds(stats.tpot_s)} each"
         cut = f"; {self._why_cut()}" if self._is_cut else ""
         return (
             f"{stats.num_generated_tokens} tokens in {stats.num_steps} steps, {number(stats.tokens_per_step)} a step; "
             f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} draft tokens accepted; first token after "
-            f"{milliseconds(stats.ttft_s)}, then {milliseconds(stats.tpot_s)} each{cut}; "
+            f"{milliseconds(stats.ttft_s)}{then}{cut}; "
             f"{stats.num_reused_tokens} of {len(self.last.request.prompt_tokens)} prompt tokens found in the K/V cache"
         )
 
@@ -330,6 +332,8 @@ class _MarkedStream:
 def lines_of_user() -> Iterator[str]:
     """Lines typed by the user, with editing and history on a terminal; Ctrl-C discards the line, Ctrl-D ends."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="strict")  # the locale C would have bytes pass as halves of characters
         try:
             yield from sys.stdin
         except UnicodeDecodeError as error:

@@ -12,7 +12,7 @@ from commands.output.output import Output, check_output_files, check_readable
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.text.trace_lines import check_text
 from runtime.util.errors import SpecDecError, UsageError
-from runtime.util.reading import read_json_lines, read_utf8, shown
+from runtime.util.reading import check_opens, read_json_lines, read_utf8, shown
 
 if TYPE_CHECKING:
     from runtime.checkpoint.tokenizer import Tokenizer
@@ -49,6 +49,7 @@ class CorpusInputs:
             )
         for path in self.text or []:
             if path.suffix.lower() not in (".txt", ".jsonl"):
+                check_opens(path)
                 raise UsageError(f"unknown kind of text file: {path}", hint="use `.txt` or `.jsonl`")
         return paths
 

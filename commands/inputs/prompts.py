@@ -18,7 +18,7 @@ from runtime.text.chat import Message, check_messages
 from runtime.text.trace_lines import check_category, check_ids, check_text
 from runtime.util.errors import SpecDecError, SpecDecWarning, UsageError
 from runtime.util.files import check_regular
-from runtime.util.reading import raise_unreadable, read_json_lines, read_utf8, shown
+from runtime.util.reading import check_opens, raise_unreadable, read_json_lines, read_utf8, shown
 
 if TYPE_CHECKING:
     from commands.options.engine_choice import EngineChoice
@@ -89,6 +89,7 @@ def read_prompts(input_text: Sequence[str], input_file: Path | None, *, pad_id: 
     if suffix == ".npy":
         return list(_npy_prompts(input_file, pad_id))
     if suffix not in _TEXT_KINDS:
+        check_opens(input_file)
         raise UsageError(
             f"unknown kind of input file: {input_file}",
             hint=f"use one of {', '.join(f'`{kind}`' for kind in sorted([*_TEXT_KINDS, '.npy']))}",

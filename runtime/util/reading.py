@@ -36,6 +36,15 @@ def read_utf8(path: Path) -> str:
     return text
 
 
+def check_opens(path: Path) -> None:
+    """SpecDecError for a path that cannot be opened as a file: there is none, or it is a directory."""
+    check_regular(path)
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise_unreadable(path, error)
+
+
 def has_lines(path: Path) -> bool:
     """False for a file that does not begin like text, such as an engine's weights: it has a byte 0, or no line in
     UTF-8. SpecDecError if it cannot be read.

@@ -76,6 +76,25 @@ def test_every_turn_is_hugging_faces(
         text = text[text.index(part) + len(part) :]
 
 
+def test_an_answer_of_one_token_has_no_time_of_further_tokens(
+    specdec: Specdec, engine_dir: Path, type_lines: TypeLines
+) -> None:
+    type_lines("The dog", "/stats")
+    shown = specdec("chat", engine_dir, *FLAGS, "--max-output-len", 1).stdout
+    assert re.search(r"1 tokens? in 1 steps?, .*; first token after [\d.,]+ ms; ", shown), shown
+
+
+def test_input_in_another_encoding_is_named(
+    specdec: Specdec, engine_dir: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    """Also in the locale `C`, where Python would take the bytes as halves of characters."""
+    lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", lines)
+    result = specdec("chat", engine_dir, *FLAGS)
+    assert result.exit_code == 1
+    said(result, "standard input is not utf-8", "0xe9")
+
+
 def test_a_conversation_is_continued_with_its_keys_and_values(
     specdec: Specdec, engine_dir: Path, type_lines: TypeLines, tmp_path: Path, said: Said
 ) -> None:

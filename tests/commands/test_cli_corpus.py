@@ -103,7 +103,9 @@ def other_format(directory: Path) -> None:
 # In a directory with `tok`, `other`, `old` (a corpus), `foreign` (one of the tokenizer `other`) and the texts.
 MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] = [
     (CREATE, 2, ("a corpus is made from traces or text, and none are given", "`--traces FILE`"), None),
-    (CREATE + "--text text.pdf", 2, ("unknown kind of text file: text.pdf", "`.txt` or `.jsonl`"), None),
+    (CREATE + "--text text.pdf", 2, ("unknown kind of text file: text.pdf", "`.txt` or `.jsonl`"),
+     lambda d: (d / "text.pdf").write_text("a")),
+    (CREATE + "--text texts", 1, ("cannot read the file (Is a directory): texts",), lambda d: (d / "texts").mkdir()),
     (CREATE + "--text texts.jsonl", 1, ("line 1 of texts.jsonl has no `text`", "['prompt']"),
      lambda d: (d / "texts.jsonl").write_text('{"prompt": "a"}\n')),
     (CREATE + "--text texts.jsonl", 1, ("`text` on line 2 of texts.jsonl is empty: ''",),

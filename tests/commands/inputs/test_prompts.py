@@ -130,6 +130,14 @@ def test_unknown_suffix_is_wrong_usage_and_lists_the_known_ones(tmp_path: Path, 
     said(raised, "in.md", "`.csv`", "`.jsonl`", "`.npy`", "`.txt`")
 
 
+@pytest.mark.parametrize("name", ["nothing", "directory"])
+def test_a_path_that_is_no_file_is_told_before_its_suffix(name: str, tmp_path: Path, said: Said) -> None:
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(SpecDecError) as raised:
+        read_prompts([], tmp_path / name)
+    said(raised, "cannot read", name)
+
+
 def test_suffix_case_does_not_matter(tmp_path: Path) -> None:
     assert read_prompts([], write(tmp_path / "IN.TXT", "a")) == texts("a")
 
