@@ -140,10 +140,11 @@ def test_every_field_has_a_flag_or_is_named_here() -> None:
 
 
 def test_a_flag_says_what_its_field_says_unless_it_takes_one_item_of_a_list() -> None:
-    flags = {name: described.flag.help for name, (_, described) in FIELDS.items() if described.flag is not None}
+    flags = {name: described.flag.help for name, (_, described) in REQUEST_FIELDS.items() if described.flag is not None}
     assert {name for name, own in flags.items() if own is not None} == {"bad_words", "allowed_token_ids"}
-    shown = {name: get_type_hints(SamplingOptions, include_extras=True)[name].__metadata__[0].help for name in flags}
-    assert shown == {name: own or FIELDS[name][1].help for name, own in flags.items()}
+    hints = [get_type_hints(group, include_extras=True) for group in (SamplingOptions, ConversationOptions)]
+    shown = {name: hint.__metadata__[0].help for of in hints for name, hint in of.items() if name in flags}
+    assert shown == {name: own or REQUEST_FIELDS[name][1].help for name, own in flags.items()}
 
 
 def test_a_flag_reaches_the_parameters() -> None:
@@ -155,6 +156,7 @@ def test_a_flag_reaches_the_parameters() -> None:
     assert values.keys() == {name for name, (_, described) in FIELDS.items() if described.flag is not None}
     params = SamplingOptions(**values).params()
     assert {name: getattr(params, name) for name in values} == values
+    assert ConversationOptions().params == ConversationParams()
     assert ConversationOptions(continue_final_message=True).params == ConversationParams(continue_final_message=True)
 
 

@@ -374,7 +374,7 @@ class InEightBits:
     top1_agreement: Share
     """Share of positions at which both engines have the same most probable token."""
     times: tuple[RelativeTime, ...]
-    """Times of steps, shortest first: of one token, of the longest draft, and of a piece of a prompt."""
+    """Times of steps, shortest first: of one token, of the longest draft, and of a chunk of a prompt."""
 
     def __str__(self) -> str:
         *steps, prompt = self.times
@@ -438,7 +438,7 @@ class EngineConfig:
     arithmetic: Arithmetic | None = None
     """Arithmetic of our kernels in linear layers; None if the engine does not use our kernels."""
     batch_invariant: bool = False
-    """True if a token's logits are bitwise independent of the rest of its step: batch, draft, piece of a prompt."""
+    """True if a token's logits are bitwise independent of the rest of its step: batch, draft, chunk of a prompt."""
     mapping: Mapping = Mapping()
     config_digest: str = ""
     """Digest of all other fields, as written."""

@@ -81,7 +81,7 @@ class CostModel:
         return self.step_s(batch_size, context_len, draft_len + 1) + self.host_s
 
     def context_s(self, num_tokens: int, max_num_tokens: int) -> float:
-        """Seconds to compute a prompt, `max_num_tokens` tokens at a time; the last piece gives the first token."""
+        """Seconds to compute a prompt, `max_num_tokens` tokens at a time; the last chunk gives the first token."""
         starts = range(0, num_tokens, max_num_tokens)
         return sum(self.step_s(1, start, min(max_num_tokens, num_tokens - start)) for start in starts)
 
@@ -97,7 +97,7 @@ def _without_busy_moments(costs: list[StepCost]) -> Iterator[tuple[StepCost, flo
 
 
 def _in_grid(grid: Grid, context_len: int, num_tokens: float) -> float:
-    """Seconds after `context_len` tokens by one batch size's measurements. Pieces of prompts are measured after fewer
+    """Seconds after `context_len` tokens by one batch size's measurements. Chunks of prompts are measured after fewer
     context lengths than generation steps: context lengths without a row of at least `num_tokens` do not count.
     """
     rows = {c: row for c, row in grid.items() if max(row) >= num_tokens} or grid

@@ -521,9 +521,8 @@ class ConversationParams:
 
     continue_final_message: Annotated[
         bool,
-        RequestField("True: the output goes on from the last message, which stays open. vLLM's.",
-                     in_all("continue_final_message", "chat"), "prompt", neutral=(False,),
-                     flag=Flag("Go on from the last of a prompt's `messages`, which stays open.")),
+        RequestField("True: the output goes on from the last of the `messages`, which stays open. vLLM's.",
+                     in_all("continue_final_message", "chat"), "prompt", neutral=(False,), flag=Flag()),
     ] = False  # fmt: skip
     add_generation_prompt: Annotated[
         bool,

@@ -42,7 +42,7 @@ from runtime.util.locks import MODEL_INIT_LOCK
 from runtime.util.out_of_memory import is_out_of_memory, out_of_memory
 from runtime.util.thread_turns import ThreadTurns
 
-# A prompt is computed in pieces: other requests wait less for it, and a piece does not read later blocks.
+# A prompt is computed in chunks: other requests wait less for it, and a chunk does not read later blocks.
 DEFAULT_MAX_NUM_TOKENS = 512
 SHORT_ROW = 32
 """Length, in tokens, of the longest row that is computed together with other rows."""
@@ -560,7 +560,7 @@ class Engine:
     def compute_context(self, sequence: Sequence, num_tokens: int) -> None:
         """Compute the next `num_tokens` of an admitted sequence's uncomputed tail, which must be longer.
 
-        Prompt tokens that are still to be scored are computed in pieces, because each of these tokens has logits: of
+        Prompt tokens that are still to be scored are computed in chunks, because each of these tokens has logits: of
         tokens with 128,000 logits, 65 at once. `num_tokens` must not go beyond the tokens that are scored.
         """
         while num_tokens:

@@ -332,11 +332,11 @@ def test_costs_are_their_definition(num_tokens: int, draft_len: int) -> None:
     assert LINEAR.iteration_s(1, num_tokens - 1, draft_len) == pytest.approx(expected, rel=1e-9)
 
 
-@given(num_tokens=st.integers(1, 100), piece=st.integers(1, 20))
-def test_prompt_costs_the_tokens_that_it_has(num_tokens: int, piece: int) -> None:
-    starts = range(0, num_tokens, piece)
-    expected = sum(LINEAR.step_s(1, start, min(piece, num_tokens - start)) for start in starts)
-    assert LINEAR.context_s(num_tokens, piece) == pytest.approx(expected)
+@given(num_tokens=st.integers(1, 100), chunk=st.integers(1, 20))
+def test_prompt_costs_the_tokens_that_it_has(num_tokens: int, chunk: int) -> None:
+    starts = range(0, num_tokens, chunk)
+    expected = sum(LINEAR.step_s(1, start, min(chunk, num_tokens - start)) for start in starts)
+    assert LINEAR.context_s(num_tokens, chunk) == pytest.approx(expected)
     assert LINEAR.context_s(num_tokens, num_tokens) == pytest.approx(1e-3 * (5 + 2 * num_tokens), rel=0.2)
 
 

@@ -94,7 +94,7 @@ class LoopSeconds:
 
 
 def predict(replayed: ReplayedBatches, costs: CostModel, max_num_tokens: int) -> LoopSeconds:
-    """Predicted seconds of all steps and of drafting; prompts are computed in pieces of `max_num_tokens` tokens."""
+    """Predicted seconds of all steps and of drafting; prompts are computed in chunks of `max_num_tokens` tokens."""
     seconds = {True: 0.0, False: replayed.draft_time_s}
     for step in replayed.steps:
         seconds[step.is_first] += step_s(step, costs, max_num_tokens)
@@ -104,7 +104,7 @@ def predict(replayed: ReplayedBatches, costs: CostModel, max_num_tokens: int) ->
 def step_s(step: ReplayedStep, costs: CostModel, max_num_tokens: int) -> float:
     """Seconds of a step without its drafting.
 
-    The first step computes each prompt by itself, with its draft in the last piece. In other steps the rows are folded,
+    The first step computes each prompt by itself, with its draft in the last chunk. In other steps the rows are folded,
     and each attends to its own context: rows of 100 and 300 tokens cost the same as two rows of 200; drafts of
     different lengths likewise.
     """

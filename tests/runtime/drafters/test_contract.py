@@ -1,7 +1,7 @@
 """The contract that every drafter of the registry keeps, whatever it drafts.
 
 - lossless: greedy outputs are Hugging Face's, sampled ones are those without a drafter, in both loops
-- roll-back: so they are where sequences are preempted, prompts are computed in pieces, and K/V are found again
+- roll-back: so they are where sequences are preempted, prompts are computed in chunks, and K/V are found again
 - budget: a draft is no longer than was asked for, and proposing leaves the sequences as they are
 - statistics: drafted and accepted tokens are counted as they are seen from outside
 - receipts: what was generated with drafts is exact by its receipts, as an engine checks it that never drafts

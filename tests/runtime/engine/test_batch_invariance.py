@@ -1,5 +1,5 @@
 """A token's logits are a function of the model and the tokens before it, bit by bit: not of the drafts, the batch, the
-pieces of a prompt, the threads, the loop, what was found in the cache, or who was preempted.
+chunks of a prompt, the threads, the loop, what was found in the cache, or who was preempted.
 """
 
 import random
@@ -23,8 +23,8 @@ from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.loop import orchestrator, scheduler
 
 MAX_LEN = 900
-MOST_PIECES = 40
-"""Pieces of all prompts of an example, at most: a piece of one token is as good in a short prompt."""
+MOST_CHUNKS = 40
+"""Chunks of all prompts of an example, at most: a chunk of one token is as good in a short prompt."""
 WINDOWED = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 100}
 # By dtype, and how K/V are quantized or which states there are.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -101,7 +101,7 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def alone(engines: list[Engine]) -> Any:
-    """Output and logits of a prompt by itself: without a draft, in one piece, by one thread, with an empty cache."""
+    """Output and logits of a prompt by itself: without a draft, in one chunk, by one thread, with an empty cache."""
     known: dict[tuple[int, ...], tuple[list[int], list[Tensor]]] = {}
 
     def generate(tokens: tuple[int, ...], max_new_tokens: int) -> tuple[list[int], list[Tensor]]:
@@ -125,7 +125,7 @@ def test_logits_are_the_same_bits_in_any_company(engines: list[Engine], alone: A
         max_new_tokens=st.integers(1, 30),
         engine=st.sampled_from(engines),
         in_leader_mode=st.booleans(),
-        piece=st.integers(1, 512),
+        chunk=st.integers(1, 512),
         threads=st.sampled_from([1, 2, 3, 5]),
         seed=st.integers(0, 1000),
     )
@@ -134,14 +134,14 @@ def test_logits_are_the_same_bits_in_any_company(engines: list[Engine], alone: A
         max_new_tokens: int,
         engine: Engine,
         in_leader_mode: bool,
-        piece: int,
+        chunk: int,
         threads: int,
         seed: int,
     ) -> None:
         prompts = [prompt(*length) for length in lengths]
         expected = [alone(tokens, max_new_tokens) for tokens in prompts]
         requests = [Request(i, tokens, max_new_tokens, keep_logits=True) for i, tokens in enumerate(prompts)]
-        engine.max_num_tokens = max(piece, sum(map(len, prompts)) // MOST_PIECES)
+        engine.max_num_tokens = max(chunk, sum(map(len, prompts)) // MOST_CHUNKS)
         torch.set_num_threads(threads)
         drafter = Guessing({i: output for i, (output, _) in enumerate(expected)}, seed)
         generate = scheduler.generate if in_leader_mode or not engine.block_reuse else orchestrator.generate

@@ -108,7 +108,7 @@ def test_a_restored_conversation_goes_on_as_in_memory(
 def test_a_restored_prompt_has_the_bits_of_a_computed_one(
     family: str | None, build: dict[str, Any], llama_engine_dir: Path, make_engine_dir: MakeEngineDir, tmp_path: Path
 ) -> None:
-    """Compiled engines give the same bits in any batch and pieces: here from the beginning, there from the disk."""
+    """Compiled engines give the same bits in any batch and chunks: here from the beginning, there from the disk."""
     engine_dir = make_engine_dir(model_of(family), **(build | {"compiler": "aot"})) if family else llama_engine_dir
     with Engine.open(engine_dir) as engine:
         first = answer(engine, PROMPT)

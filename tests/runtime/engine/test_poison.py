@@ -117,17 +117,17 @@ def test_poison_stays_with_who_reads_it(engine: Engine, loop: str) -> None:
         num_requests=st.integers(1, 5),
         kind=st.sampled_from(sorted(KINDS)),
         wholly=st.booleans(),
-        piece=st.sampled_from([5, 16, 512]),
+        chunk=st.sampled_from([5, 16, 512]),
         threads=st.sampled_from([1, 2]),
     )
-    def stays(seed: int, num_requests: int, kind: str, wholly: bool, piece: int, threads: int) -> None:
+    def stays(seed: int, num_requests: int, kind: str, wholly: bool, chunk: int, threads: int) -> None:
         requests = make_requests(seed, num_requests)
         engine.max_num_tokens = MAX_LEN
         clean: dict[int, Sequence] = {}
         for request in requests:
             engine.clear_cache()
             clean |= answer(engine, [request], None, "leader")[0]
-        engine.max_num_tokens = piece
+        engine.max_num_tokens = chunk
         torch.set_num_threads(threads)
         drafter = Guessing({i: s.output_tokens for i, s in clean.items()}, seed, (POISON,))
         with poisoned(engine, kind, wholly=wholly):
@@ -144,7 +144,7 @@ def test_poison_stays_with_who_reads_it(engine: Engine, loop: str) -> None:
                     assert torch.equal(torch.stack(sequence.logits), torch.stack(alone.logits))
         if kind != "huge":
             assert sorted(done) == [r.id for r in requests if r.id not in readers]
-            # Of several the one that came to it first: with prompts in pieces not always the first request.
+            # Of several the one that came to it first: with prompts in chunks not always the first request.
             first = [f"request {i}: the model's logits are NaN or infinite" for i in readers]
             assert said.startswith(tuple(first)) if readers else not said
 

@@ -85,11 +85,11 @@ def test_lines_are_those_of_numpy(num_tokens: int) -> None:
     assert model.step_s(1, 7, num_tokens) == pytest.approx(np.interp(num_tokens, list(seconds), list(seconds.values())))
 
 
-def test_pieces_of_prompts_are_looked_up_where_they_were_measured() -> None:
+def test_chunks_of_prompts_are_looked_up_where_they_were_measured() -> None:
     """After 512 tokens only steps of 1 and 2 were: the line through these two says nothing about 300."""
-    pieces = [StepCost(1, context_len, n, n / 1000) for context_len in (0, 2048) for n in (1, 2, 512)]
+    chunks = [StepCost(1, context_len, n, n / 1000) for context_len in (0, 2048) for n in (1, 2, 512)]
     steps = [StepCost(1, 512, 1, 0.001), StepCost(1, 512, 2, 0.0015)]
-    model = CostModel([*pieces, *steps], 0.0)
+    model = CostModel([*chunks, *steps], 0.0)
     assert model.step_s(1, 512, 300) == pytest.approx(0.3, rel=1e-2)
     assert model.step_s(1, 512, 2) == pytest.approx(0.0015)
 
