@@ -9,7 +9,8 @@ from commands.options.model_word import ModelWord
 from commands.options.shared import Report
 from commands.output.help import INPUT, OUTPUT, option
 from commands.output.output import check_output_files, check_readable, check_report
-from runtime.util.errors import UsageError
+from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.reading import has_lines
 
 _SHARE = re.compile(r"(\d+(?:\.\d+)?) ?(%?)")
 
@@ -68,6 +69,11 @@ class RegressOptions:
         """SpecDecError for files, a share of answers, or flags together that cannot be used."""
         check_report(self.report)
         check_readable([self.traces])
+        if not has_lines(self.traces):
+            raise SpecDecError(
+                f"this is no file of answers, but of other data: {self.traces}",
+                hint="`specdec run --output-traces FILE` writes one",
+            )
         check_output_files([] if self.report is None else [self.report], [self.traces])
         if self.until_change and self.against is not None:
             raise UsageError(

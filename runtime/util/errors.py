@@ -23,6 +23,8 @@ class SpecDecError(Exception):
         self.hint = hint
         self.code = code
         self.values = values
+        if hint is not None:
+            self.add_note(f"hint: {hint}")  # tracebacks end with it
 
 
 class UsageError(SpecDecError):

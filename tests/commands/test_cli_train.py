@@ -203,7 +203,7 @@ def test_a_small_model_is_adapted_to_draft_in_parallel(
     assert_one_clear_error(train(*given), 2, ("drafts all ids", "--draft-vocab-size", "64"))
     answers = ["--input-file", "prompts.jsonl", "--max-output-len", 12, "--output-traces", "own.jsonl"]
     assert specdec("run", "--model-dir", llama_dir, "--compiler", "none", *answers).exit_code == 0
-    texts = ["--traces", "own.jsonl", "--held-out-traces", "own.jsonl", "--num-epochs", 60, "--batch-tokens", 512]
+    texts = ["--traces", "own.jsonl", "--held-out-traces", "own.jsonl", "--num-epochs", 30, "--batch-tokens", 512]
     document = specdec("train", *given, *texts, "--learning-rate", 0.01, "--json").document
     assert_valid("train", document)
     assert document["settings"]["parallel"] == "small" and document["settings"]["num_unrolled_steps"] == 8

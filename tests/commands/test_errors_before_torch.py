@@ -43,6 +43,7 @@ TUNE = "tune --engine-dir engine --input-text a "
 CASES: dict[str, str] = {
     "run --engine-dir none --input-text a": "none",
     "check weights.bin model": "weights.bin",
+    "regress model --traces weights.bin": "weights.bin",
     "train model --output-dir out --traces notes.txt --parallel model": "notes.txt",
     "tune --engine-dir engine --traces notes.txt": "notes.txt",
     "drafters model --traces notes.txt": "notes.txt",
