@@ -337,12 +337,12 @@ class SamplingParams:
     ] = None
     include_stop_str_in_output: Annotated[
         bool,
-        RequestField("True: the text keeps the stop text that ended it. vLLM's.",
+        RequestField("True: the text keeps the stop text that ended it. As in vLLM.",
                      in_all("include_stop_str_in_output", "completions", "chat"), neutral=(False,)),
     ] = False  # fmt: skip
     skip_special_tokens: Annotated[
         bool,
-        RequestField("False: the text has special tokens, such as `<think>`, but the end id that ended it. vLLM's.",
+        RequestField("False: the text has special tokens, such as `<think>`, but the end id that ended it. As in vLLM.",
                      in_all("skip_special_tokens", "completions", "chat"), neutral=(True,)),
     ] = True  # fmt: skip
     bad_words: Annotated[
@@ -369,7 +369,8 @@ class SamplingParams:
     min_tokens: Annotated[
         int,
         RequestField(
-            "Least tokens of an output: before, no end id can be chosen and no stop word ends it; 0 is off. vLLM's.",
+            "Least tokens of an output: until then no end id can be chosen and no stop word ends it; 0 is off. "
+            "As in vLLM.",
             in_all("min_tokens"), "mask", Range(0), neutral=(0,), in_body=Range(0, 2**31 - 1),
             flag=Flag(),
         ),
@@ -377,7 +378,7 @@ class SamplingParams:
     allowed_token_ids: Annotated[
         Sequence[int] | None,
         RequestField(
-            "The only ids that can be chosen; the model's end ids are among them only if named. vLLM's.",
+            "The only ids that can be chosen; the model's end ids are among them only if named. As in vLLM.",
             in_all("allowed_token_ids"), "mask", most_items=1 << 20,
             flag=Flag("all", "Id of a token that may be chosen, and no other may; repeatable."),
         ),
@@ -385,7 +386,8 @@ class SamplingParams:
     thinking_token_budget: Annotated[
         int | None,
         RequestField(
-            "Most tokens that the model thinks in an output; then its own end tag is forced, with 0 at once. vLLM's.",
+            "Most tokens that the model thinks in an output; then its own end tag is forced, with 0 at once. "
+            "As in vLLM.",
             in_all("thinking_token_budget", *_OPENAI, "messages"), "mask", Range(0), "0 ends thinking at once",
             Range(0, 2**31 - 1),
             flag=Flag("no limit"),
@@ -394,7 +396,7 @@ class SamplingParams:
     truncate_prompt_tokens: Annotated[
         int | None,
         RequestField(
-            "Keep this many last tokens of a prompt; -1: as many as the engine takes. vLLM's.",
+            "Keep this many last tokens of a prompt; -1: as many as the engine takes. As in vLLM.",
             in_all("truncate_prompt_tokens", "completions", "chat"), "prompt", in_body=Range(-1, 2**31 - 1),
         ),
     ] = None  # fmt: skip
@@ -510,7 +512,7 @@ class AnswerParams:
 
     return_token_ids: Annotated[
         bool,
-        RequestField("True: the answer has the ids of the prompt and of each output. vLLM's.",
+        RequestField("True: the answer has the ids of the prompt and of each output. As in vLLM.",
                      in_all("return_token_ids", "completions", "chat"), neutral=(False,)),
     ] = False  # fmt: skip
 
@@ -521,12 +523,12 @@ class ConversationParams:
 
     continue_final_message: Annotated[
         bool,
-        RequestField("True: the output goes on from the last of the `messages`, which stays open. vLLM's.",
+        RequestField("True: the output goes on from the last of the `messages`, which stays open. As in vLLM.",
                      in_all("continue_final_message", "chat"), "prompt", neutral=(False,), flag=Flag()),
     ] = False  # fmt: skip
     add_generation_prompt: Annotated[
         bool,
-        RequestField("False: the prompt ends with the last message, and no answer is begun. vLLM's.",
+        RequestField("False: the prompt ends with the last message, and no answer is begun. As in vLLM.",
                      in_all("add_generation_prompt", "chat"), "prompt", neutral=(True,)),
     ] = True  # fmt: skip
 
