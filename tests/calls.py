@@ -23,7 +23,7 @@ def num_calls(work: Callable[[], None]) -> int:
 
 def calls_within(folder: Path, work: Callable[[], object]) -> list[tuple[Path, str, Path]]:
     """(caller's file, function, its file) of each call of a function that is written in the folder, in their order.
-    A caller in other folders, such as torch's, is left out: the caller is then the last function of this folder's.
+    A caller in other folders, such as torch's, is left out: the caller is then the last function of this folder.
     """
     calls: list[tuple[Path, str, Path]] = []
 

@@ -68,7 +68,7 @@ def own_names() -> frozenset[str]:
             continue  # pages name what a test is called, and helpers
         # Python keeps the compiled module of what is imported, and what is compiled here.
         code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
-        names.update(names_in(code, keys=ROOT / "tests" not in path.parents))  # there they are others', in configs
+        names.update(names_in(code, keys=ROOT / "tests" not in path.parents))  # tests have keys of others' configs
     for suffix in (".json", ".cpp", ".h", ".toml", ".yml", ".pbtxt", ".html"):
         for path in sources(suffix):
             names.update(_IDENTIFIER.findall(path.read_text(encoding="utf-8")))
@@ -91,7 +91,7 @@ def sources(suffix: str) -> Iterator[Path]:
 
 
 def names_in(value: object, *, keys: bool) -> Iterator[str]:
-    """Names of a compiled module, and strings in it that are nothing but a key."""
+    """Names of a compiled module and, with `keys`, strings in it that are nothing but a key."""
     match value:
         case CodeType():
             yield from (*value.co_varnames, *value.co_freevars, value.co_name)

@@ -111,7 +111,7 @@ class BatchModel:
         check_can_serve(llm)
         llm.fingerprint  # noqa: B018  # kept: every result has it
         sampling = given_params(defaults)
-        llm.request_of(SamplingParams(**sampling))  # or why there can be no such requests
+        llm.request_of(SamplingParams(**sampling))  # an error for defaults that the model cannot have
         self._with_receipts = with_receipts
         loop = ServingLoop(session, LoopLimits(_MAX_QUEUE_LEN, max_gap_s=math.inf), _notify)  # nobody waits for a token
         values = llm.model_defaults.sampling | sampling | defaults.form.params

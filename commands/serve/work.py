@@ -66,7 +66,7 @@ def open_served(
     has_chat_template = prepare_chat(llm)
     llm.reasoning_parser = options.reasoning_parser
     sampling = given_params(options)
-    llm.request_of(SamplingParams(**sampling))  # or why there can be no such requests
+    llm.request_of(SamplingParams(**sampling))  # an error for defaults that the model cannot have
     with suppress(SpecDecError):  # a request with a grammar gets the error
         llm.grammars.prepare()
     llm.fingerprint  # noqa: B018  # it is kept: every answer has it

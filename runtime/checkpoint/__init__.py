@@ -1,1 +1,1 @@
-"""Files of models, checkpoints and engines, read, checked and written: configs, tokenizers and quantization formats."""
+"""Files of models, checkpoints and engines: configs, tokenizers, quantization formats, and the engines in the cache."""

@@ -32,7 +32,7 @@ class Row:
 
 
 class Batch(NamedTuple):
-    """Inputs of the compiled step, and nothing else. B rows, padded to the longest: Q tokens, N blocks.
+    """Inputs of the compiled step, in their order, and nothing else. B rows, padded to the longest: Q tokens, N blocks.
 
     Several rows may be of one sequence, because all K/V are written before any is read; layers with states take rows in
     their order.

@@ -51,7 +51,7 @@ class PoolCopy:
     destination: int
 
     def make(self, pools: Iterable[Any]) -> None:
-        """Copy in each of these pools, whose first dimension are the blocks or slots."""
+        """Copy in each of these pools, whose first dimension is that of blocks or slots."""
         for pool in pools:
             pool[self.destination] = pool[self.source]
 

@@ -526,7 +526,7 @@ class ConversationParams:
     ] = False  # fmt: skip
     add_generation_prompt: Annotated[
         bool,
-        RequestField("false: the prompt ends with the last message; so it does where that is continued.",
+        RequestField("False: the prompt ends with the last message, and no answer is begun. vLLM's.",
                      in_all("add_generation_prompt", "chat"), "prompt", neutral=(True,)),
     ] = True  # fmt: skip
 

@@ -27,8 +27,8 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """Values for a template besides the messages: functions to call, documents, its own variables, and what the
-    request says of the prompt.
+    """Values for a template besides the messages: functions to call, documents, its own variables, and the fields of
+    the request.
     """
 
     tools: Seq[dict[str, Any]] = ()

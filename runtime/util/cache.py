@@ -19,9 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from runtime.util.errors import SpecDecError
-from runtime.util.files import (
-    flocked,
-)
+from runtime.util.files import flocked
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 SIZES = "bytes, or a number with K, M, G or T (1,000 bytes and so on: 20G) or Ki, Mi, Gi or Ti (1,024: 20GiB)"

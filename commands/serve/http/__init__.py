@@ -1,1 +1,1 @@
-"""HTTP alone: access, routes, limits on bodies, and the OpenAPI document."""
+"""HTTP alone: access, routes, limits on bodies, metrics, and the OpenAPI document."""
