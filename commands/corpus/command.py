@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from runtime.checkpoint.tokenizer import Tokenizer
 
 _MAX_NGRAM_SIZE = 4
+_TABLES = (".csv", ".json", ".npy", ".parquet", ".tsv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +37,11 @@ class CorpusInputs:
     ] = None
     text: Annotated[
         list[Path] | None,
-        option(INPUT, ".txt, a document, or .jsonl with a document's `text` on each line. Repeatable."),
+        option(INPUT, "A document: .txt, .md, .py, …; or .jsonl with a document's `text` on each line. Repeatable."),
     ] = None
 
     def paths(self) -> list[Path]:
-        """Paths of traces and texts. UsageError if there are none, or for a suffix that is not known."""
+        """Paths of traces and texts. UsageError if there are none, or for a table, which is no document."""
         paths = [*(self.traces or []), *(self.text or [])]
         if not paths:
             raise UsageError(
@@ -48,9 +49,10 @@ class CorpusInputs:
                 hint="give `--traces FILE`, `--text FILE` or several of these flags",
             )
         for path in self.text or []:
-            if path.suffix.lower() not in (".txt", ".jsonl"):
+            if path.suffix.lower() in _TABLES:
                 check_opens(path)
-                raise UsageError(f"unknown kind of text file: {path}", hint="use `.txt` or `.jsonl`")
+                hint = "write its texts to a `.jsonl` file, as `text` on each line"
+                raise UsageError(f"a table is no document: {path}", hint=hint)
         return paths
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
-from commands.output.help import KV_CACHE, LEADER, QUANTIZATION, RUNTIME, SPECULATION, option
+from commands.output.help import KV_CACHE, MODEL, QUANTIZATION, RUNTIME, SPECULATION, option
 from runtime.builder.engine_options import (
     OPTIONS,
     EngineOptions,
@@ -29,17 +29,16 @@ _PANELS = {
 """Panels of flags in the help of `convert` and `build`, where that is not Runtime."""
 
 
-def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, more: str = "", **others: Any) -> Any:
-    """The flag of an option, with its help, its range and its default. `more` is added to the help, and `others` are
-    Typer's settings in which a command differs.
+def engine_flag(name: str, panel: str, *, shown: str | bool | None = None, **others: Any) -> Any:
+    """The flag of an option, with its help, its range and its default. `others` are Typer's settings in which a command
+    differs.
     """
     described, bounds = OPTIONS[name][1], bounds_of(name)
     limits: dict[str, Any] = {"metavar": described.metavar or ("NAME" if words_of(name) else None)}
     if bounds is not None:
         limits |= {"min": int(bounds.least), "max": None if bounds.most > 2**53 else int(bounds.most)}
-    return option(
-        panel, described.help + more, shown=described.shown_default if shown is None else shown, **limits | others
-    )
+    shown = described.shown_default if shown is None else shown
+    return option(panel, described.help, shown=shown, **limits | others)
 
 
 def _kind(name: str) -> Any:
@@ -77,7 +76,7 @@ class _Options:
         return cast(EngineOptions, {name: given[name] for name in given if getattr(self, name) is not None})
 
 
-def _make_flags(group: FlagGroup, panel: str | None, more: str = "", **differing: dict[str, Any]) -> Any:
+def _make_flags(group: FlagGroup, panel: str | None, **differing: dict[str, Any]) -> Any:
     """A group of options: the flags of a group of the descriptions; None if not given. They are in one panel, or in the
     panels of `_PANELS`. `differing` are arguments of `engine_flag`, by the name of the option.
     """
@@ -85,7 +84,7 @@ def _make_flags(group: FlagGroup, panel: str | None, more: str = "", **differing
     for name, (_, described) in OPTIONS.items():
         if group in described.flags:
             place = panel or _PANELS.get(name, RUNTIME)
-            flag = engine_flag(name, place, more=more, **differing.get(name, {}))
+            flag = engine_flag(name, place, **differing.get(name, {}))
             flags.append((name, Annotated[_kind(name) | None, flag], field(default=None)))
     return make_dataclass("EngineFlags", flags, bases=(_Options,), frozen=True)
 
@@ -100,7 +99,7 @@ if TYPE_CHECKING:
     ConvertEngineOptions = _ModelFlags
     BuildEngineOptions = _ModelFlags
 else:
-    _ModelFlags = _make_flags("model", LEADER, " For `--model-dir`'s engine.")
+    _ModelFlags = _make_flags("model", MODEL)
     _DraftFlags = _make_flags("drafts", SPECULATION)
     ConvertEngineOptions = _make_flags("convert", None)
     BuildEngineOptions = _make_flags(
@@ -116,9 +115,7 @@ else:
 class ModelEngineOptions(_ModelFlags):
     """Options of the engine that is made from a model; None if not given."""
 
-    no_cache: Annotated[bool, option(LEADER, "Build a new engine for `--model-dir` and discard it.", "--no-cache")] = (
-        False
-    )
+    no_cache: Annotated[bool, option(MODEL, "Build a new engine for the model and discard it.", "--no-cache")] = False
 
     def changed(self, **options: Any) -> "ModelEngineOptions":
         """A copy with other values for some of these options."""

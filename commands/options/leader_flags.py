@@ -10,7 +10,7 @@ from commands.options.expand import given_flags
 from commands.options.settings import without_ambient
 from commands.options.speculation_flags import LeaderFlags, SpeculationOptions, algorithms, parse_algorithm
 from commands.options.speculative_config import parse_speculative_config
-from commands.output.help import LEADER, as_flag, option
+from commands.output.help import LEADER, MODEL, as_flag, option
 from commands.output.output import warn
 from runtime.core.params import Mode
 from runtime.drafters.specs import DRAFTERS
@@ -23,7 +23,7 @@ _IN_AUTO_OF_MANY = " and ".join(spec.description.title for spec in DRAFTERS.valu
 ModelDir = Annotated[
     str | None,
     option(
-        LEADER,
+        MODEL,
         "Model: directory, GGUF file, hub id or `demo`; its engine is cached.",
         envvar=["SPECDEC_MODEL_DIR", "SPECDEC_MODEL"],
     ),
@@ -84,7 +84,7 @@ class LeaderOptions:
         option(
             LEADER,
             "The loop: orchestrator (V1, one group of requests after the other) or leader (V2, continuous batching).",
-            shown="leader if a flag of this panel is given",
+            shown="leader if a model is named, or a flag of this panel is given",
             metavar="NAME",
         ),
     ] = None

@@ -7,16 +7,10 @@ import typer
 
 from runtime.drafters.spec import DrafterSpec
 
-INPUT, OUTPUT, SPECULATION, SAMPLING = "Input", "Output", "Speculation", "Sampling"
-
-
+INPUT, MODEL, OUTPUT, SPECULATION, SAMPLING = "Input", "Model", "Output", "Speculation", "Sampling"
 KV_CACHE, RUNTIME, LEADER, SERVER = "KV cache", "Runtime", "Leader mode (V2)", "Server"
-
-
 QUANTIZATION, CLUSTER = "Quantization", "Cluster"
-
-
-PANELS = (INPUT, SERVER, CLUSTER, RUNTIME, QUANTIZATION, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
+PANELS = (INPUT, MODEL, SERVER, CLUSTER, RUNTIME, QUANTIZATION, SPECULATION, SAMPLING, KV_CACHE, LEADER, OUTPUT)
 
 
 def option(

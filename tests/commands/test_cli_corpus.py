@@ -45,8 +45,9 @@ def documents(path: str | Path) -> list[list[int]]:
 def test_corpus_holds_the_tokens_of_texts_and_traces(
     specdec: Specdec, directory: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    arguments = shlex.split(CREATE + "--traces traces.jsonl --text=text.txt --text texts.jsonl --json")
+    arguments = shlex.split(CREATE + "--traces traces.jsonl --text=text.md --text texts.jsonl --json")
     arguments[arguments.index("--tokenizer-dir")] = "--tokenizer_dir"
+    (directory / "text.txt").rename(directory / "text.md")
     document = specdec(*arguments).document
     assert_valid("corpus", document)
     texts = ["The dog had a ball.", TEXT + "\nOne day\n", "One day", "The dog"]
@@ -103,8 +104,8 @@ def other_format(directory: Path) -> None:
 # In a directory with `tok`, `other`, `old` (a corpus), `foreign` (one of the tokenizer `other`) and the texts.
 MISTAKES: list[tuple[str, int, tuple[str, ...], Callable[[Path], Any] | None]] = [
     (CREATE, 2, ("a corpus is made from traces or text, and none are given", "`--traces FILE`"), None),
-    (CREATE + "--text text.pdf", 2, ("unknown kind of text file: text.pdf", "`.txt` or `.jsonl`"),
-     lambda d: (d / "text.pdf").write_text("a")),
+    (CREATE + "--text text.csv", 2, ("a table is no document: text.csv", "`.jsonl`"),
+     lambda d: (d / "text.csv").write_text("a")),
     (CREATE + "--text texts", 1, ("cannot read the file (Is a directory): texts",), lambda d: (d / "texts").mkdir()),
     (CREATE + "--text texts.jsonl", 1, ("line 1 of texts.jsonl has no `text`", "['prompt']"),
      lambda d: (d / "texts.jsonl").write_text('{"prompt": "a"}\n')),
