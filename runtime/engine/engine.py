@@ -613,7 +613,7 @@ class Engine:
 
     def _forward(self, rows: Seq[Row], *, by_copy: bool = False) -> Tensor:
         """Logits [logits, vocab] of all rows, one row after the other."""
-        if not self._is_open:
+        if not self._is_open:  # looked at here, for a call less in each step
             self.check_is_open()
         step = self._copy_step if by_copy else self._step
         assert step is not None
