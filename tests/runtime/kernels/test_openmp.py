@@ -64,6 +64,7 @@ def test_ctrl_c_leaves_torch_its_threads(
         return was_alone
 
     torch.set_num_threads(3)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     try:
         with monkeypatch.context() as patched:
             patched.setattr(torch.ops.specdec, "keep_openmp_alone", interrupted)
@@ -74,5 +75,6 @@ def test_ctrl_c_leaves_torch_its_threads(
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 3
     finally:
+        signal.signal(signal.SIGINT, before)
         keep_alone(False)
         torch.set_num_threads(1)
