@@ -11,9 +11,10 @@ unset PYTHONDONTWRITEBYTECODE # or every process that the tests start would comp
 # In a new environment each worker would compile all that the tests import, which takes three times as long as importing it.
 compgen -G '.venv/lib/python*/site-packages/transformers/models/llama/__pycache__' > /dev/null ||
     .venv/bin/pytest --collect-only -qq > /dev/null || true # what is wrong is said below
-if [ -n "${CI_KERNELS_LATER:-}" ]; then until [ -e .venv/kernels.done ]; do sleep 0.2; done; fi
+# Workers import and collect while the kernels are compiled, and wait for this file before their first test.
+export TESTS_WAIT_FOR="${CI_KERNELS_LATER:+$PWD/.venv/kernels.done}"
 unset CI_KERNELS_LATER # tests install too
-nice -n 5 .venv/bin/mypy & # where the tests leave a core idle: the kernels leave none
+nice -n 5 .venv/bin/mypy & # where the tests leave a core idle
 types=$!
 # Two workers more than cores, and eight at most: tests wait for processes and files a quarter of their time. Each worker
 # takes of the others' tests when it has done its own.

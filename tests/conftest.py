@@ -20,7 +20,7 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 from strength import register_profiles
-from waiting import HANG_S, with_an_end
+from waiting import HANG_S, wait_until, with_an_end
 
 from runtime.util.collector import collect_rarely
 
@@ -103,9 +103,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Freeze what is there by now, such as torch's modules: the collector need not look through it again."""
+    """Freeze what is there by now, such as torch's modules: the collector need not look through it again. Then wait for
+    the kernels, if `scripts/test.sh` runs while they are compiled.
+    """
     gc.collect()
     gc.freeze()
+    if awaited := os.environ.get("TESTS_WAIT_FOR"):
+        wait_until(Path(awaited).exists)
 
 
 def is_slow(item: pytest.Item) -> bool:
