@@ -103,8 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Freeze what is there by now, such as torch's modules: the collector need not look through it again. Then wait for
-    the kernels, if `scripts/test.sh` runs while they are compiled.
+    """Freeze all objects that exist now, such as torch's modules, so that garbage collection leaves them out. Then wait
+    for the kernels, if `scripts/test.sh` runs while the kernels are compiled.
     """
     gc.collect()
     gc.freeze()

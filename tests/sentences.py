@@ -90,7 +90,7 @@ class Said:
             assert sentence == own.get(key), "meant so? `pytest --update-sentences` keeps it"
 
     def end(self) -> None:
-        """Compare what was said with what is held, or keep it."""
+        """Compare the test's sentences with the kept sentences; keep them with `--update-sentences`."""
         if self._update:
             replace(of_test(load(), self._test), self.sentences)
         else:

@@ -80,7 +80,7 @@ def compile_aot(
 
 
 def token_step_of(module: nn.Module, inputs: Inputs, sizes: Sizes, arithmetic: int) -> TokenStep | NoTokenProgram:
-    """A module's forward as one token program."""
+    """One token program that computes `module.forward` for inputs of these sizes; or why there is none."""
     with _tracing():
         return _lowered(whole_step(module, inputs, sizes, arithmetic))
 

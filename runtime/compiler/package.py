@@ -48,7 +48,7 @@ def write_package(
 
 @dataclass(frozen=True)
 class PackagedStep:
-    """An opened package, and its weights. Its inputs are those of `Step.forward`."""
+    """A step whose package is opened, with its weights. It is called with the inputs of `Step.forward`."""
 
     loader: Any
     weights: dict[str, Tensor]

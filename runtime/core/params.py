@@ -328,7 +328,7 @@ class SamplingParams:
     ] = None  # fmt: skip
     stop: Annotated[
         str | Sequence[str] | None,
-        RequestField("Texts that end an output and are no part of it.",
+        RequestField("An output ends at the first of these texts, and is cut before it.",
                      in_all("stop") | in_all("stop_sequences", "messages"), "end", neutral=([],)),
     ] = None  # fmt: skip
     stop_token_ids: Annotated[

@@ -64,7 +64,7 @@ texts = st.lists(st.tuples(st.sampled_from([None, "a"]), st.lists(st.integers(0,
 
 
 def test_what_has_most_first_tokens_in_common_is_found(tmp_path: Path) -> None:
-    """Each example is of an engine of its own: that of another finds nothing of it."""
+    """Each example has an engine of its own, whose texts no other engine finds."""
     store, other = BlockStore(tmp_path), BlockStore(tmp_path)
     store._db.execute("PRAGMA synchronous=OFF")  # nothing is unplugged here, and it takes no time
     numbers = itertools.count()

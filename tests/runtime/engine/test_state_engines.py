@@ -159,8 +159,8 @@ def test_a_draft_model_with_states_goes_back_by_its_targets_drafts() -> None:
 
 @pytest.mark.parametrize("call", ["model", "state copy"])
 def test_a_call_that_is_interrupted_leaves_no_state_of_other_tokens(call: str) -> None:
-    """Ctrl-C comes when the second chunk of a prompt is written, of which the first is published; or between two layers
-    of the state that the next turn begins with.
+    """Ctrl-C comes when a prompt's second chunk is written and its first chunk can be found by others; or when half of
+    the layers are copied of the state with which the next turn begins.
     """
     engine, prompt = exact_engine(max_num_tokens=45), repetitive_prompt(7, 90)
     if call == "state copy":

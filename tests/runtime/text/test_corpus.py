@@ -304,7 +304,7 @@ def test_writing_over_a_corpus_that_is_being_opened_is_an_error(
 
 
 class CountingBuffer:
-    """Memory, or a view of it, that counts the items that are read, one by one or by slices."""
+    """A buffer, or a slice of a buffer, that counts the items that are read from it."""
 
     def __init__(self, buffer: Any) -> None:
         self.buffer, self.num_read = buffer, 0
