@@ -23,6 +23,7 @@ from commands.options.expand import CURRENT_COMMAND
 from runtime.builder import engine_cache
 from runtime.builder.convert import convert
 from runtime.checkpoint.config import SelfDraft
+from runtime.core import block_store
 from runtime.engine import rank_processes
 from runtime.engine.engine import Engine, KVCacheConfig
 from runtime.kernels.library import compile_kernels
@@ -73,6 +74,7 @@ def no_waits_for_the_disk() -> Iterator[None]:
     """Write files without `fsync`: other processes see them whole, and no test cuts the power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # `fstat` too fails for a number that is no open file
+        patch.setattr(block_store, "_BUSY_S", 60.0)  # SQLite waits for the disk while it holds the lock
         yield
 
 

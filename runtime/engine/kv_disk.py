@@ -61,8 +61,6 @@ _MOST_COPIED_BYTES = 256 << 20
 _MOST_JOBS = 256
 """Most jobs that wait, such as released sequences; further jobs are not written."""
 _CLOSE_S = 60.0
-_NICE = 19
-"""Priority (niceness) of the thread that writes: it uses the processor when running requests do not."""
 _MEASURED = ("step_costs", "host_s", "self_draft_costs", "machine", "quality", "logits_check", "self_draft_check")
 _NOTES = ("compiler_note", "why_whole", "config_digest")
 _DECAY, _TRY_AGAIN = 0.7, 32
@@ -494,7 +492,7 @@ class KVDisk:
             with self._condition:
                 self._is_closed = True
                 self._condition.notify_all()
-            self._thread.join(_CLOSE_S)  # its priority is the lowest: on a busy machine a write may take long
+            self._thread.join(_CLOSE_S)  # on a busy machine a write may take long
             if self._thread.is_alive():
                 return  # it ends with the process, and its transaction with it
         self._blocks.on_evict = None
@@ -503,8 +501,6 @@ class KVDisk:
         self._writer.close()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # a thread's own, on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (job := self._next_job()) is not None:
             try:
                 if self._is_writing:

@@ -313,6 +313,19 @@ def test_reading_stops_where_computing_is_faster(llama_engine_dir: Path, tmp_pat
         assert engine.prompt_tokens.num_on_disk == 44
 
 
+def test_the_writer_gets_its_share_of_a_busy_processor(llama_engine_dir: Path, tmp_path: Path) -> None:
+    """Priority of the thread that writes. At the lowest it stood still beside six busy programs while it held the
+    database's lock: an admission waited 1 s for the lock, and found nothing on disk.
+    """
+    with opened(llama_engine_dir, tmp_path) as engine:
+        answer(engine, PROMPT)
+        assert engine._disk is not None and engine._disk._thread is not None
+        writer = engine._disk._thread.native_id
+        assert writer is not None and writer != os.getpid()
+        engine.flush_disk()  # the thread has begun
+        assert os.getpriority(os.PRIO_PROCESS, writer) == os.getpriority(os.PRIO_PROCESS, os.getpid())
+
+
 def test_flush_says_whether_everything_is_on_disk(
     llama_engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
