@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,10 @@ def test_without_time_the_shortest_and_the_longest_row_are_measured(llama_engine
 def test_measured_tokens_choose_experts_of_their_own(
     make_engine_dir: MakeEngineDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens of a row differ, and so do their experts, as transformers' router chooses them."""
+    """Tokens of a row differ, and so do their experts, as transformers' router chooses them. A seed draws the
+    tokens, because five tokens may happen to have the same three experts.
+    """
+    monkeypatch.setattr(step_costs, "_ANY", Random(0))
     model, rows, time_step = make_model("qwen3-moe"), [], Engine.time_step
 
     def keep(engine: Engine, measured: list[Row]) -> float:
