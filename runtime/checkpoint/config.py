@@ -250,6 +250,15 @@ def max_draft_len_for(num_masks: int) -> int:
     return max(num_masks, USUAL_MAX_DRAFT_LEN) if num_masks else 0
 
 
+def positions_in(config: dict[str, Any]) -> int | None:
+    """The number of positions that a model's `config.json` names; None if it names none. The number that can be served
+    is `num_positions`, and may be smaller.
+    """
+    inner = config.get("text_config")
+    positions = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None
+
+
 def usual_max_seq_len(num_positions: int | None) -> int:
     """The number of the model's positions, at most 4,096; 4,096 if the model's config has no number."""
     return min(num_positions or _USUAL_SEQ_LEN, _USUAL_SEQ_LEN)
