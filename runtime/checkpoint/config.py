@@ -134,6 +134,15 @@ class Quantization:
     """The model that was quantized, by its shipped name or directory; None if it is not known."""
 
     @property
+    def weights(self) -> str | None:
+        """The weights' format in words: `W4A16 weights`, or, if layers differ, `weights of 4 and 8 bits`; None without
+        quantization.
+        """
+        if self.quant_algo == "MIXED_PRECISION":
+            return f"weights of {self.bits} bits"
+        return None if self.quant_algo is None else f"{self.quant_algo} weights"
+
+    @property
     def bits(self) -> str | None:
         """Bits of a quantized weight: `4` or `8`, `4 and 8` or `4 to 8` if layers differ; None without quantization."""
         if self.quant_algo is None:
