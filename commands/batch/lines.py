@@ -122,7 +122,7 @@ def parse_line(line: bytes, number: int, path: Path, job: str) -> BatchRequest |
         ) from None
     if not text.strip():
         return None
-    row = parse_json(text, path, first_line=number)
+    row = parse_json(text.rstrip(), path, first_line=number)  # the end of a cut line is not on the next line
     if not isinstance(row, dict):
         raise SpecDecError(f"line {number} is not a JSON object, {shown(row)}: {path}", hint=_FORM)
     request = _openai_request(row) if "body" in row or "url" in row else _plain_request(row, number)

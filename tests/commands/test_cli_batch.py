@@ -264,6 +264,7 @@ def test_results_that_another_process_writes_are_refused(batch: Batch, tmp_path:
     [
         ("", ""),
         ('{"prompt": "a"}\n{', "2"),
+        ('{"prompt": "a"\n{"prompt": "b"}', "line 1"),
         ('{"prompt": "a"}\n{"prompt": "caf\udce9"}', "line 2; byte 16; 0xe9"),
         ('{"custom_id": "a", "prompt": "x"}\n\n{"custom_id": "a", "prompt": "y"}', "1; 3; `custom_id`; 'a"),
         ('{"url": "/v1/completions", "body": {}}', "`custom_id`; 1"),
