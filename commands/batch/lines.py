@@ -2,12 +2,12 @@
 
 Requests are OpenAI's batch lines, or plain prompts. Their file is checked before the engine is built, and read again
 as requests are answered, since it may be larger than the memory. A request's id is a digest of everything that its
-result depends on: the request's own fields, and the `job`, which stands for the model and the settings. So a result
-shows by its id whether it answers this request with this model.
+result depends on: the request's own fields, and the `job`, which stands for the model and the settings. So the id of a
+result shows whether the result answers this request with this model.
 
 Results are appended as they come, to a file beside the file of results (`results.jsonl.partial`); they are put in order
-when all are there. After a kill the next run takes up the partial file: its results are final, and a torn last line is
-cut off. Each result is in it once, whichever worker made it.
+when all results are there. After a kill the next run takes up the partial file: its results are final, and a torn last
+line is cut off. Each result is in the file once, whichever worker made it.
 """
 
 import fcntl
@@ -56,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True)
 class RequestFile:
-    """The requests of a file in order: the file is checked once, and its lines are read again as they are needed."""
+    """The requests of a file in order. The file is checked once, and a line is read again when it is needed."""
 
     path: Path
     job: str
@@ -99,7 +99,7 @@ def look_through(path: Path, job: str) -> RequestFile:
                     if first != number:
                         raise SpecDecError(
                             f"lines {first} and {number} have the same `custom_id`, {shown(request.custom_id)}: {path}",
-                            hint="give each request its own",
+                            hint="give each request a `custom_id` of its own",
                         )
                     places.append(Place(request.id, request.custom_id, number, start, len(line)))
                 start += len(line)
@@ -115,13 +115,14 @@ def parse_line(line: bytes, number: int, path: Path, job: str) -> BatchRequest |
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
+        byte = f"its byte {error.start + 1} is 0x{error.object[error.start]:02x}"
         raise SpecDecError(
-            f"not UTF-8 text at line {number}, byte {error.start + 1} of that line: {path}",
+            f"line {number} is not text in UTF-8, {byte}: {path}",
             hint="save the file as UTF-8",
         ) from None
     if not text.strip():
         return None
-    row = parse_json(text, path, first_line=number)
+    row = parse_json(text.rstrip(), path, first_line=number)  # the end of a cut line is not on the next line
     if not isinstance(row, dict):
         raise SpecDecError(f"line {number} is not a JSON object, {shown(row)}: {path}", hint=_FORM)
     request = _openai_request(row) if "body" in row or "url" in row else _plain_request(row, number)
@@ -148,8 +149,8 @@ def _plain_request(row: dict[str, Any], number: int) -> tuple[Any, Any, Any, Any
 
 
 def _is_writable(text: str) -> bool:
-    r"""True if UTF-8 can encode the text. JSON may contain half of a surrogate pair, such as `\ud800`, which it
-    cannot.
+    r"""True if UTF-8 can encode the text. It cannot encode half of a surrogate pair, such as `\ud800`, which JSON may
+    contain.
     """
     try:
         text.encode()

@@ -42,13 +42,15 @@ class ConvertDocument(Record):
 
 
 def described(found: Quantization) -> str:
-    """Such as `W4A16 weights in groups of 64, activations int8`."""
+    """Such as `W4A16 weights in groups of 64, activations int8`, or `weights of 4 bits in groups of 32 from GGUF,
+    activations int8`.
+    """
     pieces = []
-    if found.quant_algo is not None:
+    if found.weights is not None:
         zeros = ", with zero points" if found.has_zero_point else ""
         groups = "" if found.group_size is None else f" in groups of {found.group_size}"
         source = "" if found.source == "rounded" else f" from {found.source}"
-        pieces.append(f"{found.quant_algo} weights{groups}{zeros}{source}, activations {found.activations}")
+        pieces.append(f"{found.weights}{groups}{zeros}{source}, activations {found.activations}")
     if found.kv_cache_quant_algo is not None:
         pieces.append(f"{found.kv_cache_quant_algo} K/V")
     return " and ".join(pieces)

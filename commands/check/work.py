@@ -22,7 +22,7 @@ from commands.output.documents.settings import EngineRecord
 from commands.output.html.page import page, with_bits, write_page
 from commands.output.output import Output, number
 from runtime.llm import LLM
-from runtime.proof.receipts import Answers, Read, num_lines, read_receipts
+from runtime.proof.receipts import Answers, Read, lines_of, num_lines, read_receipts
 from runtime.proof.records import (
     Finding,
     Fingerprint,
@@ -63,7 +63,7 @@ class Checked:
     """The findings that the page shows, the first 200, with their receipts."""
     num_left_out: int = 0
     differences: dict[Relation, list[str]] = field(default_factory=dict)
-    """Differences between this engine and the engine of the first receipt that has any, by relation."""
+    """Differences, by relation, between this engine and the engine of the first receipt that shows a difference."""
 
     def add(self, finding: Finding, read: Read) -> None:
         self.verdicts[finding.verdict] += 1
@@ -93,7 +93,13 @@ class Checked:
 
 
 def check_receipts(options: CheckOptions, choice: EngineChoice, output: Output) -> None:
-    """Check receipts, print and write the findings; exits with 1 unless all answers pass."""
+    """Check receipts, print and write the findings; exits with 1 unless all answers pass. SpecDecError if the files
+    have no receipt, before an engine is built or opened.
+    """
+    if all(next(lines_of(path), None) is None for path in options.receipts):
+        raise SpecDecError(
+            f"there is no receipt in: {options.receipts[0]}", hint="`run --receipts FILE` writes receipts"
+        )
     with engines_made(choice, output) as made, open_engine(made) as llm:
         checked = _check(llm, options, output)
         document = _document(llm, options, checked)
@@ -123,10 +129,6 @@ def _check(llm: LLM, options: CheckOptions, output: Output) -> Checked:
             wrong = sum(checked.verdicts[one] for one in ("wrong", "unlikely", "not_checked"))
             advance(1, f"{wrong:,} wrong" if wrong else "")
     checked.wall_s = time.perf_counter() - start
-    if not checked.num_answers:
-        raise SpecDecError(
-            f"there is no receipt in: {options.receipts[0]}", hint="`run --receipts FILE` writes receipts"
-        )
     return checked
 
 

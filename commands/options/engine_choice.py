@@ -21,11 +21,12 @@ from commands.options.speculation_flags import SpeculationOptions, needs_drafter
 from commands.output.help import INPUT, KV_CACHE, option
 from commands.output.output import note, warn
 from runtime.checkpoint.bundle import Bundle, read_bundle
-from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN, IntFormat
+from runtime.checkpoint.config import USUAL_MAX_DRAFT_LEN, IntFormat, positions_in, usual_max_seq_len
 from runtime.checkpoint.resolve import (
     check_is_model,
     check_weight_files,
     files_of_model,
+    read_model_config,
     refuse_unreadable_tokenizer,
     resolve_model,
     resolve_tokenizer,
@@ -39,7 +40,7 @@ from runtime.engine.devices import check_device_ids
 from runtime.text.chat import check_chat_template
 from runtime.util.cache import SIZES, size_in_bytes
 from runtime.util.digests import begin_digests
-from runtime.util.errors import UsageError
+from runtime.util.errors import SpecDecError, UsageError
 
 if TYPE_CHECKING:
     from runtime.engine.engine import KVCacheConfig
@@ -277,6 +278,33 @@ class EngineChoice:
         speculation.check_fits(None if bundle is None else bundle.config.build_config, is_cut=cuts_drafts)
         speculation.check_files()
         return replace(self, speculation=speculation, device_ids=device_ids, bundle=bundle)
+
+    def check_output_len(self) -> None:
+        """SpecDecError for outputs so long that no prompt fits beside them, as far as the config of the engine or the
+        model shows. It runs before an engine is built.
+        """
+        num_output = self.params.max_tokens or 0
+        if self.bundle is not None:
+            positions = positions_in(self.bundle.config.pretrained_config)
+            most = self.bundle.config.build_config.max_request_len
+        else:
+            assert self.model_dir is not None
+            positions = positions_in(read_model_config(resolve_model(self.model_dir)))
+            most = self.built_for.options.get("max_seq_len") or usual_max_seq_len(positions)
+        if positions is not None and num_output >= positions:
+            raise SpecDecError(
+                f"max_tokens leaves no room for a prompt in the model's {positions} positions: {num_output}",
+                hint=f"lower `max_tokens` below {min(most, positions)}",
+                code="request_past_positions",
+                field="max_tokens",
+            )
+        if num_output >= most:
+            raise SpecDecError(
+                f"max_tokens leaves no room for a prompt in the engine's {most} tokens: {num_output}",
+                hint=f"lower `max_tokens` below {most}, or raise `max_seq_len`",
+                code="request_too_long",
+                field="max_tokens",
+            )
 
     def check_tokenizer(self) -> None:
         """SpecDecError for a tokenizer that cannot be read here, as far as files show; it runs before an engine is

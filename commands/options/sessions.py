@@ -10,7 +10,7 @@ from commands.output.documents.settings import Setup
 from commands.output.output import Output, note
 from runtime.builder.engine_cache import ModelEngines
 from runtime.checkpoint.bundle import read_bundle
-from runtime.checkpoint.config import EngineConfig
+from runtime.checkpoint.config import EngineConfig, positions_in
 from runtime.core.request import Request, Sequence
 from runtime.drafters.spec import DrafterSpec
 from runtime.engine.engine import DEFAULT_MAX_NUM_TOKENS
@@ -56,7 +56,7 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
     options = built_for.options | choice.models.draft_output.options
     options |= {"max_draft_len": choice.max_draft_len, "self_draft": choice.self_draft}
     options["use_cache"] = not built_for.no_cache
-    first = choice.answers_first and not speculation  # by kernels alone drafts change no bit
+    first = choice.answers_first and not speculation  # only with the kernels drafts change no bit
     with ExitStack() as stack:
         engines = ModelEngines(stack, options, output.phases, first)
 
@@ -78,12 +78,8 @@ def engines_made(choice: EngineChoice, output: Output) -> Iterator[EngineChoice]
 
 def _say_where_the_model_has_more_room(config: EngineConfig) -> None:
     """Note that an engine takes fewer tokens than its model, if the user did not ask for that limit."""
-    pretrained = config.pretrained_config
-    positions = pretrained.get("max_position_embeddings") or pretrained.get("text_config", {}).get(
-        "max_position_embeddings"
-    )
-    room = config.build_config.max_request_len
-    if isinstance(positions, int) and positions > room:
+    positions, room = positions_in(config.pretrained_config), config.build_config.max_request_len
+    if positions is not None and positions > room:
         note(f"room for {room:,} tokens of prompt and output; the model has {positions:,}: `--max-seq-len` sets it")
 
 

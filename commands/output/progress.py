@@ -1,4 +1,6 @@
-"""Progress on stderr: bars that move on a terminal, and elsewhere a plain line every ten seconds."""
+"""Progress on stderr: bars that move on a terminal. Elsewhere a plain line says every ten seconds how much is done, and
+a phase that takes longer is named once before it ends.
+"""
 
 import threading
 import time
@@ -93,14 +95,20 @@ def bytes_done(console: Console, description: str) -> Iterator[Callable[[int, in
 @contextmanager
 def phases(console: Console) -> Iterator[Callable[[str], None]]:
     """Progress through phases of unknown length, each shown with its time."""
-    current, start = "", time.perf_counter()
+    current, named, start = "", "", time.perf_counter()
     columns = (
         SpinnerColumn("line", finished_text=" "),
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
     )
-    with _bar(console, lambda: f"{_seconds_since(start)}  {current} …", columns) as bar:
+
+    def line() -> str | None:
+        nonlocal named
+        is_new, named = current != named, current
+        return f"{_seconds_since(start)}  {current} …" if is_new else None
+
+    with _bar(console, line, columns) as bar:
 
         def end() -> None:
             for task in bar.tasks:
@@ -119,15 +127,22 @@ def phases(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def _bar(console: Console, line: Callable[[], str], columns: tuple[ProgressColumn, ...]) -> Iterator[Progress]:
-    """A bar that is drawn on a terminal and removed at the end; elsewhere `line` is printed from time to time."""
+def _bar(console: Console, line: Callable[[], str | None], columns: tuple[ProgressColumn, ...]) -> Iterator[Progress]:
+    """A bar that is drawn on a terminal and removed at the end. Elsewhere `line` is called every ten seconds, and its
+    text is printed if it gives any.
+    """
+
+    def say() -> None:
+        if (text := line()) is not None:
+            console.print(text, soft_wrap=True)
+
     is_drawn = _is_drawn(console)
     bar = Progress(*columns, console=console, transient=True, disable=not is_drawn, refresh_per_second=_REFRESHES_PER_S)
     with bar:
         if is_drawn:
             yield bar
         else:
-            with _every_interval(lambda: console.print(line(), soft_wrap=True)):
+            with _every_interval(say):
                 yield bar
 
 

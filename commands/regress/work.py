@@ -27,7 +27,7 @@ from runtime.checkpoint.bundle import read_bundle
 from runtime.llm import LLM
 from runtime.proof.receipts import num_lines
 from runtime.proof.records import in_words
-from runtime.proof.regress import Compared, Comparison, OldAnswer, generate_new, read_old_answers
+from runtime.proof.regress import Compared, Comparison, OldAnswer, check_has_answers, generate_new, read_old_answers
 from runtime.text.text import decode, output_text, stop_words_of, text_or_ids
 from runtime.text.traces import read_trace
 from runtime.util.errors import SpecDecError
@@ -48,8 +48,6 @@ class Regressed:
     answers: list[RegressAnswer] = field(default_factory=list)
     num_answers: int = 0
     num_not_compared: int = 0
-    num_foreign: int = 0
-    """Lines of the file that are not answers."""
     places: "array[int]" = field(default_factory=lambda: array("q"))
     """Position of the first token that differs, for each answer that changes."""
     gaps: "array[float]" = field(default_factory=lambda: array("d"))
@@ -68,7 +66,6 @@ class Regressed:
     def add(self, one: Compared) -> None:
         self.num_answers += 1
         self.num_not_compared += one.problem is not None
-        self.num_foreign += one.old.is_foreign
         if one.place is not None:
             self.places.append(one.place)
             if one.gap is not None:
@@ -99,6 +96,7 @@ class Regressed:
 
 def compare_answers(options: RegressOptions, choice: EngineChoice, output: Output) -> None:
     """Compare, show and write; exits with 1 if an answer cannot be compared, or if more answers diverge than may."""
+    check_has_answers(options.traces)  # before an engine is built for it
     with ExitStack() as stack:
         made = stack.enter_context(engines_made(choice, output))
         llm = stack.enter_context(open_engine(made))
@@ -126,9 +124,6 @@ def compare_answers(options: RegressOptions, choice: EngineChoice, output: Outpu
                         found.texts.append((_text(llm, one, texts[0]), _text(llm, one, texts[1])))
                     advance(1)
                 start = time.perf_counter()
-        if found.num_foreign == found.num_answers:
-            first = found.answers[0].problem if found.answers else options.traces
-            raise SpecDecError(f"the file has no answers: {first}", hint="give another file")
         if num := found.num_of_other_models:
             of = "answer is another model's" if num == 1 else "answers are other models'"
             first = f"architecture {in_words(found.other_model)}, here {llm.fingerprint.architecture}"

@@ -39,7 +39,7 @@ def run(
     prompts = read_prompts(inputs.texts, inputs.input_file)
     choice = engine.choose(params, generation.common.max_num_tokens, check_lossless=results.check_lossless)
     choice = choice.with_disk(disk)
-    # With K/V on disk it is the engine that later runs open.
+    # Later runs find keys and values on disk only with the same engine, which is to be the engine with kernels.
     choice = replace(choice, answers_first=params.config().is_greedy and disk.kv_cache_dir is None)
     if inputs.apply_chat_template:
         choice.check_chat_template()
@@ -50,6 +50,7 @@ def run(
         )
     else:
         check_readable_by(choice, prompts)
+    choice.check_output_len()
 
     from commands.options.sessions import open_setup_of_models
     from commands.run.work import answer

@@ -30,6 +30,6 @@ def greeting(served: ServedModel, address: Address) -> Iterator[str]:
 def _formats(config: EngineConfig) -> str:
     """Number formats: `bfloat16`, or `W4A16 weights, bfloat16, INT8 K/V`."""
     found = config.quantization
-    weights = [] if found is None or found.quant_algo is None else [f"{found.quant_algo} weights"]
+    weights = [] if found is None or found.weights is None else [found.weights]
     kv_cache = [] if found is None or found.kv_cache_quant_algo is None else [f"{found.kv_cache_quant_algo} K/V"]
     return ", ".join([*weights, config.dtype, *kv_cache])

@@ -43,6 +43,7 @@ def summarize(
     params = evaluation.common.params(seed=evaluation.random_seed, max_tokens=evaluation.output_len)
     choice = engine.choose(params, evaluation.common.max_num_tokens, check_lossless=results.check_lossless)
     choice.check_tokenizer()
+    choice.check_output_len()
     if choice.bundle is not None:
         evaluation.check_fits(choice.bundle.config.build_config, choice.mode)
     hf_dir = _hf_dir(inputs, evaluation)

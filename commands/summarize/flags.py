@@ -107,18 +107,12 @@ class EvaluationOptions:
             raise UsageError("`--ray` needs `--test-engine`", hint="add `--test-engine`, which runs the engine")
 
     def check_fits(self, build: BuildConfig, loop: Mode) -> None:
-        """SpecDecError for larger batches than the loop takes, or outputs that leave no room for a prompt."""
+        """SpecDecError for larger batches than the loop takes."""
         if self.batch_size > build.max_batch_size and loop == "orchestrator":
             raise SpecDecError(
                 f"`--batch-size` exceeds the engine's max_batch_size {build.max_batch_size}: {self.batch_size}",
                 hint="lower it, build with a larger `specdec build --max-batch-size`, or let samples wait: "
                 "`--mode leader`",
-            )
-        if self.output_len >= build.max_request_len:
-            raise SpecDecError(
-                f"`--output-len` leaves no room for a prompt in the engine's {build.max_request_len} tokens: "
-                f"{self.output_len}",
-                hint="lower it, or build with a larger `specdec build --max-seq-len`",
             )
 
     def record(self, inputs: SummarizeInputs, num_samples: int) -> dict[str, Any]:

@@ -134,6 +134,15 @@ class Quantization:
     """The model that was quantized, by its shipped name or directory; None if it is not known."""
 
     @property
+    def weights(self) -> str | None:
+        """The weights' format in words: `W4A16 weights`, or, if layers differ, `weights of 4 and 8 bits`; None without
+        quantization.
+        """
+        if self.quant_algo == "MIXED_PRECISION":
+            return f"weights of {self.bits} bits"
+        return None if self.quant_algo is None else f"{self.quant_algo} weights"
+
+    @property
     def bits(self) -> str | None:
         """Bits of a quantized weight: `4` or `8`, `4 and 8` or `4 to 8` if layers differ; None without quantization."""
         if self.quant_algo is None:
@@ -248,6 +257,15 @@ _USUAL_SEQ_LEN = 4096  # the K/V cache for all positions of a long-context model
 def max_draft_len_for(num_masks: int) -> int:
     """The `max_draft_len` of a draft model's engine, whose steps take `num_masks` mask tokens behind a sequence."""
     return max(num_masks, USUAL_MAX_DRAFT_LEN) if num_masks else 0
+
+
+def positions_in(config: dict[str, Any]) -> int | None:
+    """The number of positions that a model's `config.json` names; None if it names none. The number that can be served
+    is `num_positions`, and may be smaller.
+    """
+    inner = config.get("text_config")
+    positions = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None
 
 
 def usual_max_seq_len(num_positions: int | None) -> int:

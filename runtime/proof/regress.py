@@ -1,9 +1,9 @@
 """Old answers beside a new engine: the tokens that a changed engine chooses otherwise, without generating the answers
 again.
 
-An old answer is a long draft for the new engine. The new answer leaves it at the first token that the new engine would
-not choose. Generating again would leave it at the same token, if both engines' bits do not depend on the step. Behind
-that token the old answer is still a text on which the two engines can be compared.
+An old answer is a long draft for the new engine. The two answers part at the first token that the new engine would not
+choose. They would part at the same token if the new answer were generated, unless an engine's bits depend on the step.
+Behind that token the old answer is still a text on which the two engines can be compared.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -236,6 +236,16 @@ def read_old_answers(path: Path, read_trace: ReadTrace) -> Iterator[OldAnswer]:
     """
     for line, where in lines_of(path):
         yield from _read_line(line, where, read_trace)
+
+
+def check_has_answers(path: Path) -> None:
+    """SpecDecError for a file without any answer, right or wrong. That shows without the engine and its tokenizer."""
+    problem = None
+    for old in read_old_answers(path, lambda row, where: Trace((), ())):
+        if not old.is_foreign:
+            return
+        problem = problem or old.problem
+    raise SpecDecError(f"the file has no answers: {problem or path}", hint="give another file")
 
 
 def _read_line(line: bytes, where: str, read_trace: ReadTrace) -> Iterator[OldAnswer]:

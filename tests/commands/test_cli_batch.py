@@ -264,6 +264,8 @@ def test_results_that_another_process_writes_are_refused(batch: Batch, tmp_path:
     [
         ("", ""),
         ('{"prompt": "a"}\n{', "2"),
+        ('{"prompt": "a"\n{"prompt": "b"}', "line 1"),
+        ('{"prompt": "a"}\n{"prompt": "caf\udce9"}', "line 2; byte 16; 0xe9"),
         ('{"custom_id": "a", "prompt": "x"}\n\n{"custom_id": "a", "prompt": "y"}', "1; 3; `custom_id`; 'a"),
         ('{"url": "/v1/completions", "body": {}}', "`custom_id`; 1"),
         ('{"custom_id": 7, "url": "/v1/completions", "body": {}}', "`custom_id`; 1; 7"),
@@ -275,7 +277,7 @@ def test_results_that_another_process_writes_are_refused(batch: Batch, tmp_path:
 def test_a_line_that_is_no_request_is_named_before_anything_is_done(
     text: str, error: str, batch: Batch, tmp_path: Path, said: Said
 ) -> None:
-    (tmp_path / "requests.jsonl").write_text(text)
+    (tmp_path / "requests.jsonl").write_text(text, errors="surrogateescape")
     result = batch(None)
     assert result.exit_code == 1 and result.stderr.count("\n") == 2
     said(result, *error.split("; "))

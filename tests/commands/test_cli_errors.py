@@ -250,6 +250,7 @@ PROMPTS = [
     ),
     case(NO_INPUT + f"--input-text {LONG * 4}", 1, "256 positions", "388", "`--max-input-length 96`"),
     case(RUN + "--max-output-len 300", 1, "256 positions", "300", "`--max-output-len`"),
+    case(RUN + "--max-output-len 160", 1, "160 tokens", "`--max-output-len`", "`specdec build --max-seq-len`"),
     case(
         RUN + "--max-output-len 159", 1, "160", "159",
         "`--max-output-len`", "158", "`specdec build --max-seq-len`", "161",
@@ -433,7 +434,7 @@ PLACES = [
 
 NUMBERS = [
     case(RUN + "--max-output-len -1", 2, "`--max-output-len`", "1", "-1"),
-    case(RUN + f"--max-output-len {10**22}", 1, f"+ {10**22}"),
+    case(RUN + f"--max-output-len {10**22}", 1, f"{10**22}"),
     case(RUN + "--logprobs 3", 2, "`--logprobs`", "3", "`--json`"),
     case(RUN + "--logprobs 301 --json", 1, "300", "301"),
     case(RUN + "--num-return-sequences 1000000000", 2, "1024", "1000000000"),

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import pytest
@@ -16,7 +18,10 @@ from sentences import Said
 from tiny import hf_greedy
 from transformers import PreTrainedTokenizerFast
 
+from commands.serve.greeting import greeting
+from commands.serve.http.server import Address
 from runtime.builder.engine_cache import EngineSettings
+from runtime.checkpoint.bundle import read_bundle
 from runtime.checkpoint.config import BuildConfig
 
 PROMPT = "The little dog had a red ball. The"
@@ -61,6 +66,22 @@ def test_run_takes_a_file_its_directory_and_a_blob(
     document = specdec(*run, "--model-dir", blob, *drafted, "--draft-len-mode", "fixed").document
     assert ids_of(document) == [expected]
     assert document["requests"][0]["stats"]["draft_acceptance_rate"] == 1
+
+
+def test_list_and_serve_say_how_many_bits_a_quantized_file_has(specdec: Specdec, tmp_path: Path) -> None:
+    path = tmp_path / "four.gguf"
+    save_gguf(path, Q.Q4_0)
+    (tmp_path / "ids.csv").write_text("5,6")
+    page = tmp_path / "page.html"
+    run = ["--input-file", tmp_path / "ids.csv", "--max-output-len", 1, "--report", page, "--json"]
+    engine = specdec("run", path, *run).document["engine"]
+    assert [one["format"] for one in specdec("list", "--json").document["models"] if one["model"] == "four.gguf"] == [
+        "bfloat16, weights of 4 bits in groups of 32 from GGUF, activations int8"
+    ]
+    llm = SimpleNamespace(bundle=read_bundle(Path(engine["engine_dir"])), engine=SimpleNamespace(max_batch_size=4))
+    served: Any = SimpleNamespace(name="four", llm=llm, max_model_len=64, drafter="no drafter")
+    assert "four: weights of 4 bits, bfloat16, 64 tokens" in next(greeting(served, Address("localhost", 80)))
+    assert "four.gguf (4 bits)" in page.read_text() and "MIXED_PRECISION weights" not in page.read_text()
 
 
 def test_chat_finds_the_template_in_the_file(

@@ -358,6 +358,22 @@ def test_predict_reads_another_machines_costs(
     assert best["speedup"] == pytest.approx(best["tokens_per_step"], rel=0.01)  # a lookup takes nothing beside them
 
 
+@pytest.mark.parametrize(
+    ("command", "text"), [("check MODEL FILE", ""), ("regress MODEL --traces FILE", ""),
+                          ("regress MODEL --traces FILE", '{"some": "data"}\n')],
+)  # fmt: skip
+def test_a_file_without_answers_is_refused_before_an_engine_is_built(
+    command: str, text: str, specdec: Specdec, llama_dir: Path, tmp_path: Path, said: Said
+) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(text)
+    words = command.replace("MODEL", str(llama_dir)).replace("FILE", str(path)).split()
+    result = specdec(*words, "--no-cache", "--compiler", "none")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error:")  # no phase of a build is named before it
+    said(result, path)
+
+
 def test_mistakes(specdec: Specdec, llama_engine_dir: Path, tmp_path: Path, said: Said) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")

@@ -51,6 +51,8 @@ CASES: dict[str, str] = {
     "run --model-dir ./none --input-text a": "./none",
     "run --model-dir engine --input-text a": "engine",
     LEADER + "--draft-model-dir ./none --spec-decode-algo DRAFT_TARGET": "./none",
+    LEADER + "--max-output-len 256": "256",
+    "summarize --model-dir model --test-engine --max-seq-len 64 --output-len 64": "64",
     RUN + "--tokenizer-dir none": "none",
     RUN + "--ngram-config 4,2 --ngram-corpus none": "none",
     RUN + "--ngram-config 11,2": "11",

@@ -4,6 +4,8 @@ import io
 import re
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -68,15 +70,19 @@ def test_without_a_terminal_a_line_says_how_far_it_is_from_time_to_time() -> Non
     assert set(threading.enumerate()) <= before  # its thread ends with the block
 
 
-@pytest.mark.usefixtures("often")
-def test_without_a_terminal_a_phase_that_lasts_is_named_again_and_again() -> None:
-    file = io.StringIO()
+def test_without_a_terminal_a_phase_that_lasts_is_named_once_and_then_with_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many of the intervals pass."""
+    file, says = io.StringIO(), list[Callable[[], None]]()
+    monkeypatch.setattr(progress, "_every_interval", lambda say: nullcontext(says.append(say)))
     with progress.phases(Console(file=file, width=80)) as phase:
         phase("loading")
         phase("compiling")
-        wait_until(lambda: file.getvalue().count("compiling …\n") >= 2)
-    lines = [line for line in file.getvalue().splitlines() if not line.endswith("…")]
-    assert [re.sub(r"^ +\d+\.\d s", "", line) for line in lines] == ["  loading", "  compiling"]
+        for _ in range(3):
+            says[0]()
+    lines = [re.sub(r"^ +\d+\.\d s", "", line) for line in file.getvalue().splitlines()]
+    assert lines == ["  loading", "  compiling …", "  compiling"]
 
 
 @pytest.mark.parametrize("form", ["--json", "--quiet"])

@@ -53,7 +53,8 @@ def made(document: Mapping[str, Any]) -> list[str]:
     found = []
     if engine := document.get("engine"):
         algo = (engine.get("quantization") or {}).get("quant_algo")
-        found = [with_bits(engine), engine["model_type"], f"{algo} weights" if algo else "", engine["dtype"]]
+        weights = f"{algo} weights" if algo not in (None, "MIXED_PRECISION") else ""  # the bits say how they are mixed
+        found = [with_bits(engine), engine["model_type"], weights, engine["dtype"]]
         device = engine["environment"]
         found += [f"CUDA {device['capability']}"] if device["device"] == "cuda" else []
     if date := document.get("date"):  # 2026-01-31T23:59:59+00:00
