@@ -245,6 +245,17 @@ def test_a_message_knows_or_refuses_every_field_of_other_requests() -> None:
     assert refused_field(asked | neutral, MessagesRequest) is None
 
 
+def test_a_thread_is_refused_as_clients_know_that_they_must_send_the_whole_conversation(served: Served) -> None:
+    """Anthropic's client keeps a conversation at the server in a loop of tools, and without it where this is said."""
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 3}
+    for field, details in (("thread", {"error_code": "thread_unsupported_request"}), ("compaction", None)):
+        refused = served.post("/v1/messages", **asked, **{field: {"type": "create"}})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert f"`{field}`" in error["message"] and error.get("details") == details
+        assert served.post("/v1/messages", **asked, **{field: None}).status_code == 200
+
+
 def test_tokens_at_the_start_of_a_text_are_as_each_route_has_them() -> None:
     for model, asked, refused in (
         (CompletionRequest, {"prompt": PROMPT}, False),

@@ -922,7 +922,7 @@ _REFUSED_IN_RESPONSES = _unless({
     ("top_logprobs",): (0,),
 })
 _REFUSED_IN_MESSAGES = _unless({
-    ("container", "prediction", "max_completion_tokens"): (),
+    ("container", "thread", "compaction", "prediction", "max_completion_tokens"): (),
     ("mcp_servers",): ([],),
     ("echo",): (False,),
     ("top_logprobs",): (0,),
