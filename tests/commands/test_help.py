@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -129,3 +130,13 @@ def test_help_is_shown_before_any_command_is_imported(specdec: Specdec) -> None:
         own = specdec(*words)
         assert own.exit_code == 0, own.stderr
         assert (shown.returncode, shown.stdout) == (0, own.stdout), shown.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_help_that_cannot_be_written_is_one_error() -> None:
+    with open("/dev/full", "w") as full:
+        shown = subprocess.run(
+            [sys.executable, "-m", "specdec_cli", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert shown.returncode == 1
+    assert [line.split(":")[0] for line in shown.stderr.splitlines()] == ["error", "hint"], shown.stderr
