@@ -269,6 +269,7 @@ def test_results_that_another_process_writes_are_refused(batch: Batch, tmp_path:
         ('{"url": "/v1/completions", "body": {}}', "`custom_id`; 1"),
         ('{"custom_id": 7, "url": "/v1/completions", "body": {}}', "`custom_id`; 1; 7"),
         ('{"custom_id": "a", "body": {}}', "`url`; 1"),
+        ('{"custom_id": "", "prompt": "x"}', "`custom_id`; 1"),
         ('{"custom_id": "a"}', "1; `body`; `prompt`"),
         ('{"custom_id": "\\ud800", "prompt": "x"}', "`custom_id`; 1"),
     ],
