@@ -334,6 +334,8 @@ def test_a_route_of_another_server_names_ours(served: Served, method: str, path:
 def test_unknown_paths_and_methods_are_told_in_the_same_form(served: Served) -> None:
     check_error(served.client.get("/v1/nothing"), 404)
     check_error(served.client.get(COMPLETIONS), 405)
+    of_anthropic = served.client.get("/v1/messages")
+    assert (of_anthropic.status_code, of_anthropic.json()["error"]["type"]) == (405, "invalid_request_error")
 
 
 def test_a_full_queue_is_refused_with_when_to_come_again(make_served: MakeServed, gate: Gate) -> None:
