@@ -163,6 +163,11 @@ def test_a_wrong_chat_is_refused(served: Served, body: dict[str, Any], param: st
     check_error(served.post(CHAT, **body), 400, param)
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_of_no_tokens_is_told_the_least_number(served: Served, field: str, said: Said) -> None:
+    said(check_error(served.post(CHAT, messages=MESSAGES, **{field: 0}), 400, field)["message"], field, 1, 0)
+
+
 def test_other_protocols_name_their_own_fields(served: Served) -> None:
     long = LONG_CHAT[0]["content"]
     for body, param in (
