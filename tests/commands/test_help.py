@@ -118,6 +118,13 @@ def test_help_begins_with_what_to_start_with_on_one_screen(specdec: Specdec) -> 
     assert re.search(r"^Speculation\n  --spec-decode-algo NAME .*AUTO", texts["run"], re.MULTILINE)
 
 
+def test_without_a_command_the_help_is_shown_and_is_no_error(specdec: Specdec) -> None:
+    for group in ([], ["cache"]):
+        shown = specdec(*group)
+        assert (shown.exit_code, shown.stderr) == (2, "")
+        assert shown.stdout.strip() == specdec(*group, "--help").stdout.strip()
+
+
 def test_help_is_shown_before_any_command_is_imported(specdec: Specdec) -> None:
     """And it is what the commands themselves say."""
     assert help_texts() == texts_at_once()
