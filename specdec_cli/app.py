@@ -209,6 +209,13 @@ class _Group(TyperGroup):
         _name_types(self.get_params(ctx), ctx)
         super().format_help(ctx, formatter)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args or ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        if text := ctx.get_help():  # Typer has printed the help of a group below `specdec`
+            typer.echo(text)
+        raise typer.Exit(2)
+
 
 class _Command(TyperCommand):
     """A command that takes other programs' flags, and warns once of those that mean nothing here."""
@@ -422,7 +429,6 @@ app = typer.Typer(
     cls=_Group,
     help="Speculative decoding for Hugging Face models: convert, build, run, chat, serve, launch, batch, summarize, "
     "compare, tune, train, doctor, drafters, check, regress, fingerprint, predict; corpora; the cache; verify; schema.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"token_normalize_func": normalize_name, "help_option_names": ["-h", "--help"]},
@@ -432,14 +438,11 @@ app = typer.Typer(
 corpus_app = typer.Typer(
     cls=_Group,
     help="Make, merge and describe corpora: files of text in which n-gram lookup searches.",
-    no_args_is_help=True,
 )
 app.add_typer(corpus_app, name="corpus")
-cache_app = typer.Typer(
-    cls=_Group, help="Show the engines that models were built into, and remove the oldest.", no_args_is_help=True
-)
+cache_app = typer.Typer(cls=_Group, help="Show the engines that models were built into, and remove the oldest.")
 app.add_typer(cache_app, name="cache")
-config_app = typer.Typer(cls=_Group, help="Show the settings of variables and files.", no_args_is_help=True)
+config_app = typer.Typer(cls=_Group, help="Show the settings of variables and files.")
 app.add_typer(config_app, name="config")
 
 
@@ -596,8 +599,7 @@ def _report(error: Exception) -> int:
             _fail(told_origin(message_of(error)), hint_of(error))
             return 2 if isinstance(error, UsageError) else 1
         case typer.TyperException():
-            if error.format_message():  # without any arguments it has shown the help
-                _fail(*usage_message(error))
+            _fail(*usage_message(error))
             return 2
         case OSError():
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -14,16 +14,21 @@ _WIDTH = 80
 
 def main() -> None:
     text = _help(sys.argv[1:])
-    if text is None or "_SPECDEC_COMPLETE" in os.environ:
-        from specdec_cli.app import main as run
+    if text is not None and "_SPECDEC_COMPLETE" not in os.environ:
+        with suppress(OSError):  # of a full disk the commands tell
+            _show(text)
+            return
+    from specdec_cli.app import main as run
 
-        run()
-        return
+    run()
+
+
+def _show(text: str) -> None:
     restore()
-    with suppress(BrokenPipeError):
+    try:
         print(text, end="", flush=True)
-        return
-    os._exit(0)  # `specdec --help | head -1`: Python would tell of the closed pipe once more
+    except BrokenPipeError:
+        os._exit(0)  # `specdec --help | head -1`: Python would tell of the closed pipe once more
 
 
 def _help(arguments: list[str]) -> str | None:

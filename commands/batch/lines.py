@@ -127,7 +127,9 @@ def parse_line(line: bytes, number: int, path: Path, job: str) -> BatchRequest |
         raise SpecDecError(f"line {number} is not a JSON object, {shown(row)}: {path}", hint=_FORM)
     request = _openai_request(row) if "body" in row or "url" in row else _plain_request(row, number)
     for name, value in zip(("custom_id", "method", "url"), request, strict=False):
-        if not isinstance(value, str) or not value or not _is_writable(value):
+        if value in (None, ""):
+            raise SpecDecError(f"line {number} has no `{name}`: {path}", hint=_FORM)
+        if not isinstance(value, str) or not _is_writable(value):
             raise SpecDecError(f"`{name}` on line {number} is not text, {shown(value)}: {path}", hint=_FORM)
     if request[3] is None:
         raise SpecDecError(f"line {number} has neither a `body` nor a `prompt`: {path}", hint=_FORM)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.table import Table
 
 from commands.batch.answering import Counts, Job, Outcome, OwnCrew, check_same_everywhere, failed_outcome
@@ -181,9 +182,11 @@ def run_batch(
                 with open_crew(len(missing)) as crew, output.progress("Requests", len(missing)) as advance:
                     report.opening_s = time.perf_counter() - start
                     _answer(crew, requests.read(missing), results, report, advance)
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit) as stopped:
             num_done = f"{results.num_done:,} of {report.num_requests:,}"
             output.warning(f"interrupted: {num_done} requests are done, and the same command goes on")
+            if isinstance(stopped, KeyboardInterrupt):
+                raise typer.Exit(130) from None
             raise
         if results.missing:  # a mistake in this program, which must not become a file that looks whole
             raise SpecDecError(

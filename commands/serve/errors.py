@@ -48,6 +48,7 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -74,7 +75,9 @@ class HTTPError(Exception):
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         is_too_long = self.code == "context_length_exceeded"
         message = f"prompt is too long: {self.message}" if is_too_long else self.message  # what clients look for
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        has_details = self.code == "unsupported" and self.param == "thread"
+        details = {"details": {"error_code": "thread_unsupported_request"}} if has_details else {}  # so clients go on
+        return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The body of the error in the form of the protocol that the path belongs to."""

@@ -4,10 +4,11 @@ result.
 
 import json
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import typer
 from rich.table import Table
 
 from commands.inputs.prompts import Prompt, without_padding
@@ -110,6 +111,14 @@ def start_training(
         if made_directory and not (directory / ANSWERS).exists():
             shutil.rmtree(directory, ignore_errors=True)
         raise
+    except KeyboardInterrupt:
+        if made_directory:
+            with suppress(OSError):  # it has answers, hidden states or a checkpoint, or was not made
+                directory.rmdir()
+        if not directory.exists():
+            raise
+        output.warning(f"interrupted: the same command goes on from what is in {directory}")
+        raise typer.Exit(130) from None
     _show(trained, inputs, options, results, output)
 
 

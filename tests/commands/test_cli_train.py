@@ -15,6 +15,7 @@ from test_cli_errors import assert_one_clear_error
 from tiny import make_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from commands.train import work
 from runtime.checkpoint.bundle import read_bundle
 from runtime.drafters.heads.head_config import read_head
 from runtime.drafters.heads.mtp_head import check_mtp_is_of
@@ -133,7 +134,10 @@ def test_interrupted_it_goes_on_to_the_same_head(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TrainingRun, "train", interrupted)
-    assert train().exit_code == 130
+    stopped = train()
+    assert stopped.exit_code == 130
+    told = [line for line in stopped.stderr.splitlines() if "interrupted" in line]
+    assert told == ["warning: interrupted: the same command goes on from what is in head.training"]
     monkeypatch.setattr(TrainingRun, "train", go_on)
     assert {"checkpoint.pt", "answers.jsonl", "states.bin"} <= set(tree(directory / "head.training"))
     assert not (directory / "head").exists()
@@ -148,6 +152,19 @@ def test_interrupted_it_goes_on_to_the_same_head(
     assert (done.exit_code, done.stdout) == (0, "head\n"), done.stderr
     assert (directory / "head/model.safetensors").read_bytes() == wanted
     assert not (directory / "head.training").exists()
+
+
+def test_interrupted_before_its_first_answer_it_leaves_nothing(
+    train: Callable[..., Result], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, "_answers", interrupted)
+    before = tree(directory)
+    stopped = train()
+    assert stopped.exit_code == 130 and "goes on" not in stopped.stderr
+    assert tree(directory) == before
 
 
 TRACE = {"prompt_ids": [5, 6, 7], "output_ids": [8, 9, 10, 11]}

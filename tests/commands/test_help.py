@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -117,6 +118,13 @@ def test_help_begins_with_what_to_start_with_on_one_screen(specdec: Specdec) -> 
     assert re.search(r"^Speculation\n  --spec-decode-algo NAME .*AUTO", texts["run"], re.MULTILINE)
 
 
+def test_without_a_command_the_help_is_shown_and_is_no_error(specdec: Specdec) -> None:
+    for group in ([], ["cache"]):
+        shown = specdec(*group)
+        assert (shown.exit_code, shown.stderr) == (2, "")
+        assert shown.stdout.strip() == specdec(*group, "--help").stdout.strip()
+
+
 def test_help_is_shown_before_any_command_is_imported(specdec: Specdec) -> None:
     """And it is what the commands themselves say."""
     assert help_texts() == texts_at_once()
@@ -129,3 +137,13 @@ def test_help_is_shown_before_any_command_is_imported(specdec: Specdec) -> None:
         own = specdec(*words)
         assert own.exit_code == 0, own.stderr
         assert (shown.returncode, shown.stdout) == (0, own.stdout), shown.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_help_that_cannot_be_written_is_one_error() -> None:
+    with open("/dev/full", "w") as full:
+        shown = subprocess.run(
+            [sys.executable, "-m", "specdec_cli", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert shown.returncode == 1
+    assert [line.split(":")[0] for line in shown.stderr.splitlines()] == ["error", "hint"], shown.stderr

@@ -163,6 +163,11 @@ def test_a_wrong_chat_is_refused(served: Served, body: dict[str, Any], param: st
     check_error(served.post(CHAT, **body), 400, param)
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_of_no_tokens_is_told_the_least_number(served: Served, field: str, said: Said) -> None:
+    said(check_error(served.post(CHAT, messages=MESSAGES, **{field: 0}), 400, field)["message"], field, 1, 0)
+
+
 def test_other_protocols_name_their_own_fields(served: Served) -> None:
     long = LONG_CHAT[0]["content"]
     for body, param in (
@@ -245,6 +250,17 @@ def test_a_message_knows_or_refuses_every_field_of_other_requests() -> None:
     assert refused_field(asked | neutral, MessagesRequest) is None
 
 
+def test_a_thread_is_refused_as_clients_know_that_they_must_send_the_whole_conversation(served: Served) -> None:
+    """Anthropic's client keeps a conversation at the server in a loop of tools, and without it where this is said."""
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 3}
+    for field, details in (("thread", {"error_code": "thread_unsupported_request"}), ("compaction", None)):
+        refused = served.post("/v1/messages", **asked, **{field: {"type": "create"}})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert f"`{field}`" in error["message"] and error.get("details") == details
+        assert served.post("/v1/messages", **asked, **{field: None}).status_code == 200
+
+
 def test_tokens_at_the_start_of_a_text_are_as_each_route_has_them() -> None:
     for model, asked, refused in (
         (CompletionRequest, {"prompt": PROMPT}, False),
@@ -323,6 +339,8 @@ def test_a_route_of_another_server_names_ours(served: Served, method: str, path:
 def test_unknown_paths_and_methods_are_told_in_the_same_form(served: Served) -> None:
     check_error(served.client.get("/v1/nothing"), 404)
     check_error(served.client.get(COMPLETIONS), 405)
+    of_anthropic = served.client.get("/v1/messages")
+    assert (of_anthropic.status_code, of_anthropic.json()["error"]["type"]) == (405, "invalid_request_error")
 
 
 def test_a_full_queue_is_refused_with_when_to_come_again(make_served: MakeServed, gate: Gate) -> None:

@@ -282,6 +282,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
             "type": "allowed_tools", "tools": [{"type": "function", "name": "fly"}]}}),
     "an input of nothing": (RESPONSES, {"input": []}),
     "no room for a token": (RESPONSES, {"input": "a", "max_output_tokens": 0}),
+    "log-probabilities": (RESPONSES, {"input": "a", "include": ["message.output_text.logprobs"]}),
     "a chat's length": (RESPONSES, {"input": "a", "max_tokens": 3}),
     "a schema that is none": (
         RESPONSES, {"input": "a", "text": {"format": {

@@ -54,6 +54,9 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> list[ServeRequest]:
         raise HTTPError(400, "`top_logprobs` needs `logprobs`: true", param="top_logprobs", code="invalid_value")
     tools_of(body)  # errors in the tools are reported first
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if max_tokens == 0:
+        name = body.field_names.get("max_tokens", "max_tokens")
+        raise HTTPError(400, f"{name}: must be at least 1: 0", param=name, code="invalid_value")
     prompt = served.llm.encode(chat_tokens(served, body), _max_prompt_len(served, body, max_tokens))[0]
     num_free = max(served.max_model_len - len(prompt), 1)
     if max_tokens is None or (body._takes_what_fits and max_tokens > num_free):

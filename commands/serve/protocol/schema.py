@@ -717,6 +717,13 @@ class OutputText(Lenient):
     format: OutputFormat | None = None
 
 
+def _without_logprobs(include: list[str]) -> list[str]:
+    if "message.output_text.logprobs" in include:
+        reason = "responses have no log-probabilities: ask for them in chats or completions"
+        raise pydantic_core.PydanticCustomError("logprobs", reason)
+    return include
+
+
 class ResponsesRequest(Generation, ResponsesFields):
     """OpenAI's Responses. Tools of other types than `function` are not offered to the model."""
 
@@ -742,6 +749,7 @@ class ResponsesRequest(Generation, ResponsesFields):
     previous_response_id: str | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include: Annotated[list[str], AfterValidator(_without_logprobs)] | None = None
 
 
 class AnthropicBlock(Lenient):
@@ -922,7 +930,7 @@ _REFUSED_IN_RESPONSES = _unless({
     ("top_logprobs",): (0,),
 })
 _REFUSED_IN_MESSAGES = _unless({
-    ("container", "prediction", "max_completion_tokens"): (),
+    ("container", "thread", "compaction", "prediction", "max_completion_tokens"): (),
     ("mcp_servers",): ([],),
     ("echo",): (False,),
     ("top_logprobs",): (0,),
