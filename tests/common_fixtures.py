@@ -71,10 +71,12 @@ def few_steps_measured() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waits_for_the_disk() -> Iterator[None]:
-    """Write files without `fsync`: other processes see them whole, and no test cuts the power."""
+    """Write files without `fsync`: other processes see them whole, and no test cuts the power. For the lock of
+    keys and values on disk, which SQLite holds while it waits for the disk, tests wait as long as it takes.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # `fstat` too fails for a number that is no open file
-        patch.setattr(block_store, "_BUSY_S", 60.0)  # SQLite waits for the disk while it holds the lock
+        patch.setattr(block_store, "_BUSY_S", 60.0)
         yield
 
 
