@@ -31,6 +31,7 @@ from runtime.checkpoint.resolve import (
     resolve_model,
     resolve_tokenizer,
 )
+from runtime.core.limits import check_output_len
 from runtime.core.params import Mode, SamplingParams
 from runtime.drafters.heads.head_config import DraftOutputSettings, hidden_states_for
 from runtime.drafters.lists import Devices
@@ -40,7 +41,7 @@ from runtime.engine.devices import check_device_ids
 from runtime.text.chat import check_chat_template
 from runtime.util.cache import SIZES, size_in_bytes
 from runtime.util.digests import begin_digests
-from runtime.util.errors import SpecDecError, UsageError
+from runtime.util.errors import UsageError
 
 if TYPE_CHECKING:
     from runtime.engine.engine import KVCacheConfig
@@ -283,7 +284,6 @@ class EngineChoice:
         """SpecDecError for outputs so long that no prompt fits beside them, as far as the config of the engine or the
         model shows. It runs before an engine is built.
         """
-        num_output = self.params.max_tokens or 0
         if self.bundle is not None:
             positions = positions_in(self.bundle.config.pretrained_config)
             most = self.bundle.config.build_config.max_request_len
@@ -291,20 +291,7 @@ class EngineChoice:
             assert self.model_dir is not None
             positions = positions_in(read_model_config(resolve_model(self.model_dir)))
             most = self.built_for.options.get("max_seq_len") or usual_max_seq_len(positions)
-        if positions is not None and num_output >= positions:
-            raise SpecDecError(
-                f"max_tokens leaves no room for a prompt in the model's {positions} positions: {num_output}",
-                hint=f"lower `max_tokens` below {min(most, positions)}",
-                code="request_past_positions",
-                field="max_tokens",
-            )
-        if num_output >= most:
-            raise SpecDecError(
-                f"max_tokens leaves no room for a prompt in the engine's {most} tokens: {num_output}",
-                hint=f"lower `max_tokens` below {most}, or raise `max_seq_len`",
-                code="request_too_long",
-                field="max_tokens",
-            )
+        check_output_len(self.params.max_tokens or 0, most, positions)
 
     def check_tokenizer(self) -> None:
         """SpecDecError for a tokenizer that cannot be read here, as far as files show; it runs before an engine is

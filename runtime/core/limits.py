@@ -2,13 +2,36 @@
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from runtime.checkpoint.config import BuildConfig
-from runtime.core.request import Request
 from runtime.util.errors import SpecDecError
 
+if TYPE_CHECKING:  # commands check an output's length before torch is imported
+    from runtime.core.request import Request
 
-def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[[], int | None]) -> None:
+
+def check_output_len(num_output: int, max_request_len: int, num_positions: int | None = None) -> None:
+    """SpecDecError for an output so long that no prompt fits beside it in the engine's `max_request_len` tokens, or in
+    the model's positions, if their number is known.
+    """
+    if num_positions is not None and num_output >= num_positions:
+        raise SpecDecError(
+            f"max_tokens leaves no room for a prompt in the model's {num_positions} positions: {num_output}",
+            hint=f"lower `max_tokens` below {min(max_request_len, num_positions)}",
+            code="request_past_positions",
+            field="max_tokens",
+        )
+    if num_output >= max_request_len:
+        raise SpecDecError(
+            f"max_tokens leaves no room for a prompt in the engine's {max_request_len} tokens: {num_output}",
+            hint=f"lower `max_tokens` below {max_request_len}, or raise `max_seq_len`",
+            code="request_too_long",
+            field="max_tokens",
+        )
+
+
+def check_lengths(request: "Request", build: BuildConfig, num_positions: Callable[[], int | None]) -> None:
     """SpecDecError if the prompt is empty, if no token is to be generated, or if the prompt, or the prompt with its
     output, is longer than the engine was built for. `num_positions` gives the model's number of positions, for the
     hint: no engine can be built for more.
@@ -62,7 +85,7 @@ def check_lengths(request: Request, build: BuildConfig, num_positions: Callable[
         )
 
 
-def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -> None:
+def check_cache_size(request: "Request", num_tokens: int, num_cache_tokens: int) -> None:
     """SpecDecError if an empty K/V cache could not hold this many tokens of the request."""
     if num_tokens > num_cache_tokens:
         raise SpecDecError(
@@ -72,7 +95,7 @@ def check_cache_size(request: Request, num_tokens: int, num_cache_tokens: int) -
         )
 
 
-def check_vocabulary(request: Request, vocab_size: int) -> None:
+def check_vocabulary(request: "Request", vocab_size: int) -> None:
     """SpecDecError if a token id of the request is outside the vocabulary, or if `top_k` or the number of
     log-probabilities exceeds the vocabulary's size.
     """

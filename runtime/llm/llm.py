@@ -30,6 +30,7 @@ from runtime.checkpoint.gguf.reader import is_gguf
 from runtime.checkpoint.resolve import resolve_tokenizer
 from runtime.core.generation import Output, Piece, RequestOutput
 from runtime.core.grammar import CompiledGrammar, Grammars
+from runtime.core.limits import check_output_len
 from runtime.core.params import GREEDY, MODEL_DEFAULTS, ConversationParams, Grammar, Mode, SamplingParams
 from runtime.core.request import Request, Sequence
 from runtime.core.thinking_budget import Thinking
@@ -489,15 +490,9 @@ class LLM:
         if params.truncate_prompt_tokens != -1:
             return params.truncate_prompt_tokens
         build = self.bundle.config.build_config
-        if (room := build.max_request_len - (params.max_tokens or 1)) < 1:
-            raise SpecDecError(
-                f"max_tokens leaves no room for a prompt in the engine's {build.max_request_len} tokens: "
-                f"{params.max_tokens}",
-                hint="lower `max_tokens`, or raise `max_seq_len`",
-                code="request_too_long",
-                field="max_tokens",
-            )
-        return min(build.max_input_len, room)
+        num_output = params.max_tokens or 1
+        check_output_len(num_output, build.max_request_len)
+        return min(build.max_input_len, build.max_request_len - num_output)
 
     def text(self, sequence: Sequence) -> str | None:
         """The text of an output, cut at its end id or stop word as its request wants; None without a tokenizer."""
