@@ -41,7 +41,9 @@ class CorpusInputs:
     ] = None
 
     def paths(self) -> list[Path]:
-        """Paths of traces and texts. UsageError if there are none, or for a table, which is no document."""
+        """Paths of the traces and texts. UsageError if no path is given, or if a path is a table, such as
+        `.csv`, which holds rows and no text.
+        """
         paths = [*(self.traces or []), *(self.text or [])]
         if not paths:
             raise UsageError(

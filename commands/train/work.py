@@ -117,7 +117,7 @@ def start_training(
                 directory.rmdir()
         if not directory.exists():
             raise
-        output.warning(f"interrupted: the same command goes on from what is in {directory}")
+        output.warning(f"interrupted: {directory} keeps the work so far, and the same command goes on from it")
         raise typer.Exit(130) from None
     _show(trained, inputs, options, results, output)
 

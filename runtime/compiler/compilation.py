@@ -80,7 +80,9 @@ def compile_aot(
 
 
 def token_step_of(module: nn.Module, inputs: Inputs, sizes: Sizes, arithmetic: int) -> TokenStep | NoTokenProgram:
-    """One token program that computes `module.forward` for inputs of these sizes; or why there is none."""
+    """A step of one token program, which computes `module.forward` for inputs of these sizes; or the reason why the
+    module has no token program.
+    """
     with _tracing():
         return _lowered(whole_step(module, inputs, sizes, arithmetic))
 

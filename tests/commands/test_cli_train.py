@@ -137,7 +137,7 @@ def test_interrupted_it_goes_on_to_the_same_head(
     stopped = train()
     assert stopped.exit_code == 130
     told = [line for line in stopped.stderr.splitlines() if "interrupted" in line]
-    assert told == ["warning: interrupted: the same command goes on from what is in head.training"]
+    assert told == ["warning: interrupted: head.training keeps the work so far, and the same command goes on from it"]
     monkeypatch.setattr(TrainingRun, "train", go_on)
     assert {"checkpoint.pt", "answers.jsonl", "states.bin"} <= set(tree(directory / "head.training"))
     assert not (directory / "head").exists()
